@@ -45,6 +45,7 @@ def test_slurm_reads_the_job(capsys, tmp_path):
     assert subprocess.run(["bash", "-n"], input=job, text=True).returncode == 0
     config = yaml.safe_load(body.partition("<<'END_OF_LAUNCH_FILE'\n")[2].partition("END_OF_LAUNCH_FILE")[0])
     assert (config["num_machines"], config["num_processes"], config["mixed_precision"]) == (2, 16, "bf16")
+    assert not {"machine_rank", "main_process_ip", "main_process_port"} & config.keys(), "the flags of the job say it"
     (line,) = [line for line in body.replace("\\\n", " ").splitlines() if line.startswith("srun")]
     inner = shlex.split(shlex.split(line.removesuffix(" &"))[-1])
     assert inner[:4] == ["exec", "env", "accelerate", "launch"]

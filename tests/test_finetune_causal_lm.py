@@ -277,7 +277,6 @@ def test_a_merge_is_measured_and_refused_where_it_loses_the_adapter(finetune, ca
     assert f"merged weights in float32 lose {results['merge_loss']:.2%} of what the adapter does" in printed
     assert results["merge_loss"] < 0.01
     assert "| merge_loss |" in (output_dir / "README.md").read_text()
-    assert not list(output_dir.glob("adapter_*"))
     assert AutoModelForCausalLM.from_pretrained(output_dir).dtype == torch.float32
     bf16 = finetune("allowed", f"{flags.replace('1e-5', '0.1')} --merge_adapter --max_merge_loss 1")
     assert AutoModelForCausalLM.from_pretrained(bf16).dtype == torch.bfloat16
@@ -288,7 +287,7 @@ def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
     flags = f"{SMALL}{WORKLOADS['lora']} --eval_steps 5 --load_best_model_at_end"
     output_dir = finetune("run", flags)
     base = AutoModelForCausalLM.from_pretrained(output_dir / "base")
-    assert f'from_pretrained("{output_dir}/base")' in (output_dir / "README.md").read_text()
+    assert f'from_pretrained("{output_dir.name}/base")' in (output_dir / "README.md").read_text()
     model, tokenizer = peft.PeftModel.from_pretrained(base, output_dir), AutoTokenizer.from_pretrained(output_dir)
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
     _, held_out = conversations.build(recipe)

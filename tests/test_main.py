@@ -100,7 +100,7 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
         monkeypatch, capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear"
     )
     assert code == 0
-    assert out.startswith(f"mnli: {config}\n")
+    assert in_one_line(out).startswith(f"mnli: a model of type bert, {config}, all weights trained")
     assert "optimizer  learning_rate 0.0006\n" in out
     assert f"{12 * 109_484_547 / 1e9:.3f} GB" in out
     page = tmp_path / "page.html"
@@ -324,7 +324,7 @@ def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
         ("plan --on 4xt4 bert_base", "it needs a recipe as its first word"),
         (
             "--on 4xt4",
-            "recipes --on: valid names: advise, audit-script, compare, launch, list, plan, scale, show-data, watch",
+            "recipes --on: valid names: advise, audit-script, chat, compare, launch, list, plan, scale, show-data, watch",
         ),
         ("audit-script --step 3 -- a.py", "unexpected '--step': did you mean --steps or --stop?; the program"),
         ("audit-script --steps x -- a.py", "argument --steps: invalid int value: 'x'; see recipes audit-script --help"),

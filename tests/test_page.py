@@ -336,6 +336,7 @@ def test_money_dates_and_interruptions_are_shown(compared):
     assert pairs["a checkpoint"] == f"{answer['checkpoint_bytes'] / 1e9:.1f} GB"
     assert pairs["writing a checkpoint"] == f"{answer['checkpoint_seconds']:.1f} s"
     assert "to the end, with 3 interruptions a day" in pairs
+    assert "with 1 interruption a day" in page(answer | {"interruptions_per_day": 1.0})
     sentence = " ".join(tree.single("p", class_="verdict")["text"].split())
     assert f"Started on Saturday 28 November 2026, 09:30, it ends on {_date(answer['end'])}." in sentence
 

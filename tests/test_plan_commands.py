@@ -431,3 +431,16 @@ def test_absurd_requests_end_in_one_line(monkeypatch, capsys, line, message):
     monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
     assert exit_code(cli.main) == 2
     assert one_line(capsys.readouterr().err, message)
+
+
+def test_numbers_of_a_plan_are_written_for_people(monkeypatch, capsys, tmp_path):
+    """1 interruption, gigabytes of gradients, and a name with what is done."""
+    config = find_base_model("Qwen/Qwen3-0.6B") | {"architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "m15").mkdir()
+    (tmp_path / "m15" / "config.json").write_text(json.dumps(config))
+    model = f"--model_name_or_path {tmp_path / 'm15'} --seq_len 512 --global_batch_size 64 --max_train_steps 90000"
+    words = f"{model} --on 4x3090 --interruptions_per_day 1".split()
+    text = " ".join(run(monkeypatch, capsys, "plan", *words).split())
+    assert "With 1 interruption a day" in text
+    assert re.search(r"all-reduce [0-9.]+ GB of gradients", text)
+    assert "m15: Fine-tuning a causal language model, from m15, on" in text

@@ -9,6 +9,7 @@ A command of an unknown kind fails: it gets a check here, or its block a languag
 import contextlib
 import csv
 import http.server
+import io
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from unittest import mock
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from chat_bases import save_base
 from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
@@ -168,6 +170,10 @@ def files(corpus, tmp_path_factory) -> Path:
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}
     (folder / "Qwen/Qwen3-0.6B/config.json").write_text(json.dumps(qwen))
     plan = ["samestep", "plan", "bert_large_phase1", "--on", "2x8xa100-80", "--write_config", "nodes.yaml"]
+    for name in ("support/adapter", "support-more"):
+        (folder / "runs" / name).mkdir(parents=True)
+        adapter = {"base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+        (folder / "runs" / name / "adapter_config.json").write_text(json.dumps(adapter))
     with contextlib.chdir(folder), contextlib.redirect_stdout(None), mock.patch.object(sys, "argv", plan):
         cli.main()
     return folder
@@ -318,6 +324,10 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     for flag, name in itertools.pairwise(argv):
         if flag == "--write_config":  # a file that later commands read
             Path(name).unlink(missing_ok=True)
+    if argv[:1] == ["chat"]:  # with a model that has learned nothing
+        save_base(Path(argv[1]))
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 plus 30?\n"))
     if argv[:2] == ["show-data", "sft_small_cpu"]:  # draws its thousands of conversations
         argv = [*argv, "--num_train_samples", "40", "--num_validation_samples", "8"]
     monkeypatch.setattr(sys, "argv", ["samestep", *argv])
@@ -397,8 +407,8 @@ def representatives() -> Iterator[Printed]:
     """Choose trainings until every script and every launch file is among them, and all that read files."""
     seen: set[str] = set()
     for command in COMMANDS:
-        if not command.is_whole or "--torch_compile" in command.words:
-            continue
+        if not command.is_whole or "--torch_compile" in command.words or "runs/support" in command.text:
+            continue  # those of test_chats_to_a_model.py are run there
         names = {word for word in command.words if re.match(r"(scripts|accelerate_configs)/", word)}
         if any(word.startswith("scripts/") for word in names) and (
             not names <= seen or {"--train_file", "--train_dir"} & set(command.words)

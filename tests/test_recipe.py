@@ -106,6 +106,19 @@ def test_published_gpt2_numbers():
     assert (gpu.global_batch_size, gpu.block_size, gpu.max_train_steps, gpu.resid_pdrop) == (64, 256, 5000, 0.2)
 
 
+def test_a_warm_up_fits_data_of_any_size():
+    """Of recipes whose length follows the data that people bring: texts and chats. On their own it is that of their source."""
+    for name in catalog_names():
+        recipe = load(name)
+        if recipe.num_train_epochs is not None and hasattr(recipe, "train_file"):
+            for num_steps in (1, 3, 18, 99):
+                assert recipe.schedule(num_steps, num_steps / recipe.num_train_epochs).num_warmup_steps < num_steps, (
+                    name
+                )
+    for name, num_steps in (("llama3_8b_lora_3090", 3074), ("llama3_8b_qlora_2080ti", 1537)):
+        assert load(name).schedule(num_steps, num_steps).num_warmup_steps == 100
+
+
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("num_steps", [1, 6])
 def test_a_short_run_fits_its_warm_up_or_is_told_how(name, num_steps):

@@ -1,5 +1,6 @@
 """--rehearse: a whole run in small, in a folder of its own; and runs on CPUs that their memory does not hold."""
 
+import json
 import os
 import re
 import shlex
@@ -7,12 +8,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from chat_bases import EXPERTS, save_base, write_chats
 from common import PLANNED, ROOT
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from samestep.errors import UsageError
+from samestep.models import small_model
 from samestep.recipe import rehearsal
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import catalog_names, load
+from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning, catalog_names, load
 from samestep.training import host_memory
 
 
@@ -107,3 +112,82 @@ def test_what_memory_does_not_hold_is_refused_on_a_cpu(free):
 def test_free_memory_is_read():
     size = host_memory.read_free_bytes()
     assert size is None or 2**20 < size < 2**50
+
+
+NO_SHAPE = " ".join(f"--{name} none" for name in ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE))
+NO_DRAWN = " ".join(f"--{name} none" for name in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
+LORA = "--lora_rank 4 --lora_alpha 8"
+
+
+@pytest.fixture
+def rehearse(train, tmp_path, monkeypatch):
+    """rehearse(base, "--flag value"): the two sessions of a rehearsal -> its folder."""
+
+    def run(base, flags: str):
+        chats = write_chats(tmp_path / "chats.jsonl")
+        more = f"{NO_SHAPE} {NO_DRAWN} --num_warmup_steps 0 --global_batch_size 8 --max_seq_length 128 --rehearse"
+        more = f"{more} --model_name_or_path {base} --train_file {chats} --validation_fraction 0.2 {flags}"
+        folder = tmp_path / "run-rehearsal"
+        for number, session in enumerate(rehearsal.SESSIONS):
+            monkeypatch.setenv(rehearsal.SESSION, str(number))
+            train("", f"{more} {rehearsal.EVERY_SESSION} {session}", program="finetune_causal_lm", output_dir=folder)
+        return folder
+
+    return run
+
+
+WIDE = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32}
+
+
+def test_a_rehearsal_trains_the_kind_of_model_that_the_run_trains(rehearse, tmp_path):
+    """Two layers of a Qwen3 with the tokenizer, the template, the adapters and the merge of the run; no weights are read."""
+    base = save_base(tmp_path / "base", "qwen3", **WIDE, dtype=torch.bfloat16)
+    (base / "model.safetensors").unlink()
+    folder = rehearse(base, f"{LORA} --lora_targets q_proj gate_proj --merge_adapter --max_merge_loss 1")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("qwen3", 2, "bfloat16")
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (6, 2)
+    assert {"adapter", "checkpoint-2", "checkpoint-3", "all_results.json"} <= {path.name for path in folder.iterdir()}
+    tokens = [AutoTokenizer.from_pretrained(place)("<|im_start|>user a")["input_ids"] for place in (base, folder)]
+    assert tokens[0] == tokens[1]
+    recipe = load("sft_small_cpu", {"model_name_or_path": str(base)})
+    text = rehearsal.describe_model(folder, recipe, recipe)
+    assert text == f"a small qwen3 of random weights in place of {base}: the same kinds of layers, few and narrow"
+
+
+def test_what_the_run_refuses_the_rehearsal_refuses(rehearse, tmp_path):
+    """Experts of a mixture are no module with that name."""
+    base = save_base(tmp_path / "base", "qwen3_moe", **WIDE, **EXPERTS)
+    with pytest.raises(UsageError, match="lora_targets names gate_proj, but Qwen3MoeForCausalLM has no such module"):
+        rehearse(base, f"{LORA} --lora_targets q_proj gate_proj")
+
+
+def test_a_rehearsal_of_an_unknown_model_says_that_it_trains_another_one(rehearse, tmp_path, capsys):
+    base = save_base(tmp_path / "base")
+    (base / "config.json").write_text('{"model_type": "no such model"}')
+    folder = rehearse(base, "")
+    assert "no small model of the kind of" in (out := capsys.readouterr().out)
+    assert "this rehearsal trains a small Llama instead" in out
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+KINDS = [
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "gemma", "gemma2", "gemma3_text",
+    "phi", "phi3", "gpt2", "gpt_neox", "gpt_neo", "gptj", "opt", "bloom", "falcon", "olmo2", "olmoe", "granite", "granitemoe",
+    "smollm3", "deepseek_v2", "deepseek_v3", "glm4", "gpt_oss", "cohere2", "starcoder2", "mamba2", "jamba", "lfm2", "ernie4_5",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_model_has_the_layers_of_its_kind(kind):
+    """On fake tensors: the names of modules are those of the whole model, in fewer layers, and it computes."""
+    whole = AutoConfig.for_model(kind)
+    config = small_model.shrink(whole, 300)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        large = AutoModelForCausalLM.from_config(whole)
+        assert {re.sub(r"\.\d+", "", name) for name, _ in model.named_parameters()} == {
+            re.sub(r"\.\d+", "", name) for name, _ in large.named_parameters()
+        }
+    sizes = [parameter.numel() for parameter in model.parameters() if max(parameter.shape) < 1000]
+    assert sum(sizes) < 3e6

@@ -1,6 +1,7 @@
-"""Answers `samestep COMMAND`, or `python -m recipes COMMAND`: list, plan, scale, launch, show-data, compare and others.
+"""Answers `samestep COMMAND`, or `python -m recipes COMMAND`: list, plan, scale, launch, show-data, chat, compare and others.
 
-All but `show-data`, `audit-script` and `plan --trace` work without torch. A command's module is imported when it is called.
+All but `show-data`, `chat`, `audit-script` and `plan --trace` work without torch. A command's module is imported when it is
+called.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -57,6 +58,10 @@ def main() -> int | None:
             from samestep.cli.catalog import show_data
 
             show_data(argv)
+        case ["chat", *argv]:
+            from samestep.cli.chat import chat
+
+            return chat(argv)
         case ["compare", *argv]:
             from samestep.cli.runs import compare
 

@@ -76,6 +76,17 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
         usage="[--num_samples 3]",
         examples="show-data sft_small_cpu --num_samples 2",
     ),
+    "chat": Command(
+        summary="talk to a fine-tuned language model in the terminal",
+        description=(
+            "Talks to what a fine-tuning left: the output folder, a checkpoint, an adapter, or a merged model. A line is a "
+            "question; the model knows what was said before. It answers up to the token that ends a turn. Ctrl+C stops an "
+            "answer, Ctrl+D ends the chat. --once answers one question, for other programs. Exit code 0 fine, 2 bad usage, 130 "
+            "an only answer was stopped."
+        ),
+        examples="""chat runs/chats
+chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --max_new_tokens 100""",
+    ),
     "compare": Command(
         summary="find where two runs part: the step, the tensors, by how much, and the settings that differ",
         description=(

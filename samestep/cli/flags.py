@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
 from samestep.recipe.reading import MAX_YAML_BYTES, format_name, parse_yaml
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.settings import POSITIVE, Parser, build, program_name, setting
+from samestep.recipe.settings import POSITIVE, Parser, build, drop_flags, program_name, setting
 
 NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
 
@@ -113,16 +112,6 @@ def retype(words: list[str], **flags: object) -> str:
     """Write the command line of these words with other values of some flags; without those of value None."""
     new = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
     return f"{program_name()} {shlex.join(drop_flags(words, flags) + new)}"
-
-
-def drop_flags(words: list[str], flags: Mapping[str, object]) -> list[str]:
-    """Return the words of a command line without some of its flags."""
-    kept, is_dropped = [], False
-    for word in words:
-        if word.startswith("--"):
-            is_dropped = word.removeprefix("--").partition("=")[0] in flags
-        kept += [] if is_dropped else [word]
-    return kept
 
 
 def write_file(flag: str, name: str, content: str | bytes) -> None:

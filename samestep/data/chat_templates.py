@@ -506,6 +506,11 @@ class Renderer:
                 return None
         return None
 
+    def encode_question(self, turns: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of turns, and of the beginning of the answer to the last one."""
+        part = Part(len(turns), begins_answer=True)
+        return self._encode(next(self._render(self._make_request(turns, None, [part]))).text)
+
     def find_end_token(self) -> str | None:
         """Find the special token with which the template ends a turn of the assistant; None: it has none."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

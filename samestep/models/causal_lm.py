@@ -29,8 +29,8 @@ from samestep._internals.transformers_models import (
 )
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, packing, quantization, sequences
-from samestep.models.pretrained import causal_attention, initial_model
+from samestep.models import adapters, cpu_matmul, packing, quantization, sequences, stop_tokens
+from samestep.models.pretrained import causal_attention, initial_model, save_pretrained
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import CausalLmFineTuning
@@ -45,11 +45,18 @@ SHAPE = (
 OTHER_NAMES = {"intermediate_size": "n_inner"}
 """Field -> its name in configs that have no such field, and no alias of it."""
 
+RESULTS = ("config.json", "generation_config.json", "model*.safetensors*", "adapter_*", adapters.APART, adapters.BASE)
+"""Files and folders of a saved model or adapter."""
 MERGED_SEQUENCES, MERGED_TOKENS = 8, 128
 """Sequences, and tokens of each, with which a merge is measured."""
 USAGE = """\
 from transformers import pipeline
 chat = pipeline("text-generation", model="OUTPUT_DIR")
+chat([{"role": "user", "content": "a question"}], do_sample=False)"""
+ADAPTER_CHAT = """\
+from transformers import GenerationConfig, pipeline
+ends = GenerationConfig.from_pretrained("OUTPUT_DIR")  # the base's own may lack the token that ends a turn
+chat = pipeline("text-generation", model="OUTPUT_DIR", generation_config=ends)
 chat([{"role": "user", "content": "a question"}], do_sample=False)"""
 REWARD_USAGE = """\
 from transformers import pipeline
@@ -64,7 +71,8 @@ tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
+    """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path` (of an adapter its base), in
+    float32.
 
     A reward model has a head of one score instead of tokens, with random weights if the file has none.
 
@@ -89,16 +97,15 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
                 f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"
             ) from None
     else:
+        path = adapters.find_start(recipe)[0]
         try:
-            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False, **head)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **head)
         except Exception as error:  # of any kind: network, names, files of others
             raise UsageError(
                 f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}. Give a folder, or a name "
                 "of the hub"
             ) from None
-        model = initial_model(
-            model_class, config, recipe.model_name_or_path, ("score.", "lm_head.") if is_reward else ()
-        )
+        model = initial_model(model_class, config, path, ("score.", "lm_head.") if is_reward else ())
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and recipe.max_seq_length > length:
         raise UsageError(
@@ -220,6 +227,7 @@ class CausalLmSums(SummedLosses):
             shape: as of `build_model`.
         """
         model, notes = build_model(recipe, source, shape), []
+        stop_tokens.add(model, source)
         if recipe.base_quantization is not None:
             notes.append(quantization.quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
@@ -406,6 +414,11 @@ class CausalLmSums(SummedLosses):
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         model, kernel = self.causal_lm, settings.attn_implementation
+        if settings.dtype == "float64" and any(parameter.ndim == 3 for parameter in model.parameters()):
+            raise UsageError(
+                f"dtype is float64, but {type(model).__name__} has experts, whose weights torch multiplies in 32 bits or "
+                "fewer: set dtype to float32"
+            )
         if self.is_padded:
             return cpu_matmul.add_onednn({"padded": lambda: None}, model, device, mixed_precision)
         length = getattr(model.config, "max_position_embeddings", 0)
@@ -482,37 +495,41 @@ class CausalLmSums(SummedLosses):
             was not written (the adapter is then), or None.
         """
         usage = REWARD_USAGE if recipe.objective == "reward" else USAGE
+        _delete_earlier(folder, recipe.model_name_or_path)
         if recipe.lora_rank is None:
             if best is not None:
                 shutil.copytree(best, folder, dirs_exist_ok=True)
             else:
-                self.model.save_pretrained(folder)
-                train.tokenizer.save_pretrained(folder)
+                save_pretrained(self.model, train.tokenizer, folder)
             return usage, {}, None
         if best is not None:
             adapters.load_adapter(self.model, best)
         has_base = recipe.model_name_or_path is not None
         if not settings.merge_adapter:
             adapters.save_adapter(self.model, train.tokenizer, folder, has_base)
-            return _find_adapter_usage(recipe, usage), {}, None
+            return _find_adapter_usage(recipe), {}, None
         dtype = adapters.find_base_dtype(recipe) if settings.merge_dtype == "base" else torch.float32
         name, limit = str(dtype).removeprefix("torch."), settings.max_merge_loss
-        self.model.save_pretrained(folder)  # in case the merge is refused
-        spare = None if has_base else copy.deepcopy(self.model)
+        spare, apart = None, folder / adapters.APART
+        if has_base:
+            adapters.save_adapter(self.model, train.tokenizer, apart, has_base)
+        else:
+            spare = copy.deepcopy(self.model)
         lost = self.merge_adapter(_choose_sequences(held_out or train, self.causal_lm.device), dtype)
         logits = "training logits" if held_out is None else "held-out logits"
         text = f"merged weights in {name} lose {lost:.2%} of what the adapter does to {logits}"
         facts = {"merge_loss": lost}
         if lost <= limit:
             print(text)
-            for path in folder.glob("adapter_*"):
-                path.unlink()
-            self.model.to(dtype).save_pretrained(folder)
-            train.tokenizer.save_pretrained(folder)
+            if spare is not None:
+                adapters.save_adapter(spare, train.tokenizer, apart, has_base)
+            save_pretrained(self.model.to(dtype), train.tokenizer, folder)
             return usage, facts, None
-        train.tokenizer.save_pretrained(folder)
         if spare is not None:
             adapters.save_adapter(spare, train.tokenizer, folder, has_base)
+        else:
+            shutil.copytree(apart, folder, dirs_exist_ok=True)
+            shutil.rmtree(apart)
         remedy = f"set merge_dtype to float32 or max_merge_loss to more than {lost:.2g}"
         if dtype == torch.float32:
             remedy = "leave merge_adapter out"
@@ -520,7 +537,7 @@ class CausalLmSums(SummedLosses):
             f"merge_adapter is true, but {text}, more than max_merge_loss {limit:g}, so the adapter is apart in {folder}: "
             f"to merge it, {remedy}, and resume from the latest checkpoint"
         )
-        return _find_adapter_usage(recipe, usage), facts, problem
+        return _find_adapter_usage(recipe), facts, problem
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[PreTrainedModel]:
@@ -536,23 +553,32 @@ class CausalLmSums(SummedLosses):
                 model.set_attn_implementation(kernel)
 
 
-def _find_adapter_usage(recipe: CausalLmFineTuning, usage: str) -> str:
-    """Write the lines of Python that load an adapter: those of a whole model, unless its base needs more to be said."""
-    if recipe.model_name_or_path is not None and recipe.base_quantization is None:
-        return usage
-    base = '"OUTPUT_DIR/base"'
-    if recipe.model_name_or_path is not None:
-        base = f'"{recipe.model_name_or_path}", quantization_config=config'
-    head = "AutoModelForCausalLM"
-    if recipe.objective == "reward":
+def _delete_earlier(folder: Path, base: str | None) -> None:
+    """Delete the model or the adapter that an earlier run left in a folder: beside the other one, both would be loaded."""
+    if base is not None and Path(base).resolve().is_relative_to(folder.resolve()):
+        return  # what was trained on is not ours to delete
+    for path in (path for pattern in RESULTS for path in folder.glob(pattern)):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _find_adapter_usage(recipe: CausalLmFineTuning) -> str:
+    """Write the lines of Python that load an adapter: a pipeline, unless its base needs more to be said."""
+    is_reward, base, name = recipe.objective == "reward", '"OUTPUT_DIR/base"', adapters.find_start(recipe)[0]
+    if name is not None and recipe.base_quantization is None and not recipe.use_dora:
+        return REWARD_USAGE if is_reward else ADAPTER_CHAT
+    head, more, config = "AutoModelForCausalLM", "", ""
+    if name is not None:
+        base = f'"{name}"'
+    if name is not None and recipe.base_quantization is not None:
+        base, more = f"{base}, quantization_config=config", ", BitsAndBytesConfig"
+        config = 'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)\n'
+    if is_reward:
         head, base = "AutoModelForSequenceClassification", f"{base}, num_labels=1"
     lines = ADAPTER_USAGE.replace("CLASS", head).replace("BASE", base)
-    if "quantization_config" in base:
-        config = (
-            'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
-        )
-        lines = lines.replace("AutoTokenizer\n", f"AutoTokenizer, BitsAndBytesConfig\n{config}\n", 1)
-    return lines
+    if name is not None and not is_reward:
+        more += ", GenerationConfig"
+        lines += '\nmodel.generation_config = GenerationConfig.from_pretrained("OUTPUT_DIR")'
+    return lines.replace("AutoTokenizer\n", f"AutoTokenizer{more}\n{config}", 1)
 
 
 def _choose_sequences(source: Any, device: torch.device) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from samestep._internals.transformers_models import recompute_activations
+from samestep.models import stop_tokens
 from samestep.models.pretrained import causal_kernel_candidates, gpt2_hidden, initial_model
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Gpt2Pretraining
@@ -42,7 +43,9 @@ class PretrainingSums(SummedLosses):
 
     @classmethod
     def from_recipe(cls, recipe: Gpt2Pretraining, source: Any = None) -> Self:
-        return cls(build_model(recipe, 0 if source is None else source.end_of_text), recipe.block_size)
+        model = build_model(recipe, 0 if source is None else source.end_of_text)
+        stop_tokens.add(model, source)
+        return cls(model, recipe.block_size)
 
     @classmethod
     def example(cls, recipe: Gpt2Pretraining, num_samples: int) -> dict[str, torch.Tensor | None]:

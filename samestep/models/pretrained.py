@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,13 +24,17 @@ from transformers.utils import cached_file
 
 from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
-from samestep.models import cpu_matmul
-from samestep.recipe.pretrained_shape import read_local_config
+from samestep.models import cpu_matmul, stop_tokens
+from samestep.recipe.pretrained_shape import find_base, read_local_config
 from samestep.recipe.reading import read_json
+
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes whose head scores the next token."""
 
 
 def find_config(name_or_path: str) -> dict[str, Any] | None:
     """Read the config.json of a model, of a folder or on the hub; None: it cannot be had, and loading the weights says why."""
+    name_or_path = find_base(name_or_path) or name_or_path
     config = read_local_config(name_or_path)
     if config is not None or Path(name_or_path).exists():
         return config
@@ -94,6 +101,51 @@ def initial_model(
                 "of the recipe's shape, with its normalization"
             )
     return model
+
+
+def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a model of transformers, or the adapters of peft's, and its tokenizer, with the tokens that end its texts."""
+    card = folder / "README.md"
+    has_card = card.exists()
+    model.save_pretrained(folder)
+    if hasattr(model, "get_base_model"):
+        save_generation_config(model.get_base_model(), folder)
+        if not has_card:  # peft writes one that knows the base's path on this machine, and no more
+            card.unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def load_result(folder: str, base: str) -> Any:
+    """Load what a fine-tuning left, to generate texts: in the type of its files, on a GPU if there is one.
+
+    Args:
+        folder: of a whole model of transformers, or of an adapter of peft's.
+        base: folder or name of the whole model: `folder` itself, or that of the adapter's base.
+
+    Raises:
+        UsageError: it cannot be loaded, or is no causal language model.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        name = (config.architectures or [f"{config.model_type}ForCausalLM"])[0]
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not name.endswith(GENERATORS):
+            raise ValueError(f"it is no causal language model, but a {name}")
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", weights_only=True)
+        if folder != base:
+            import peft  # takes seconds
+
+            model = peft.PeftModel.from_pretrained(model, folder)
+        return model.to(device).eval()
+    except Exception as error:  # of any kind: the files were written by others
+        subject = folder if folder == base else f"{folder}, an adapter of {base},"
+        raise UsageError(f"{subject} cannot be loaded: {reason(error)}. Give what a fine-tuning left") from None
+
+
+def save_generation_config(model: Any, folder: Path) -> None:
+    """Save a model's generation_config, if it generates."""
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def causal_attention(device: torch.device, mixed_precision: str, length: int) -> str:
@@ -228,6 +280,6 @@ def continue_text(
             pad_token_id=tokenizer.eos_token_id,
         )
         tokens += generated[0, window.shape[1] :].tolist()
-        if tokens[-1] == tokenizer.eos_token_id:
+        if tokens[-1] in {tokenizer.eos_token_id, *stop_tokens.list_ends(model.generation_config)}:
             break
     return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -275,7 +275,7 @@ def trace_recipe(
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
         planned = model_from_recipe(recipe)
         matrix_bytes = planned.method.matrix_bytes if isinstance(planned, Decoder) else 4
-        options["shape"] = shape = find_shape(recipe.model_name_or_path)
+        options["shape"] = shape = find_shape(base_models.find_weights(recipe))
         values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"], "model_name_or_path": None}
         recipe = dataclasses.replace(recipe, **values)
     elif hasattr(recipe, "model_name_or_path"):

@@ -11,6 +11,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planner import configs
 from samestep.planner.decoder import Latent, Shape
+from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, parse_json, read_json
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe, catalog_names, load
 
@@ -93,7 +94,7 @@ def _config_from_recipe(recipe: Recipe) -> dict[str, Any] | None:
     if not isinstance(recipe, CausalLmFineTuning):
         return None
     if recipe.model_name_or_path is not None:
-        return find_local_config(recipe.model_name_or_path)
+        return find_local_config(find_weights(recipe))
     fields = {name: value for name, value in recipe.shape.items() if value is not None}
     fields |= {"model_type": recipe.architecture, "vocab_size": recipe.vocab_size or UNKNOWN_VOCABULARY}
     return fields | {"head_dim": recipe.hidden_size // recipe.num_attention_heads}
@@ -229,6 +230,12 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     return Shape(**values | experts)
 
 
+def find_weights(recipe: Recipe) -> str:
+    """Find the whole weights that a recipe starts from: of an adapter that it goes on with, those of its base."""
+    path = str(getattr(recipe, "model_name_or_path", None))
+    return path if getattr(recipe, "lora_rank", None) is None else find_base(path) or path
+
+
 def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
     """Return the shape of a recipe's model: of its own fields, or of the configuration of model_name_or_path.
 
@@ -237,7 +244,7 @@ def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
             lora_rank above its width.
     """
     if recipe.model_name_or_path is not None:
-        shape = shape_from_config(find_config(recipe.model_name_or_path), recipe.model_name_or_path)
+        shape = shape_from_config(find_config(find_weights(recipe)), recipe.model_name_or_path)
     else:
         shape = shape_from_config(_config_from_recipe(recipe), f"architecture {recipe.architecture}")
     name = recipe.model_name_or_path or recipe.name

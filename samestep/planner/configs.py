@@ -25,8 +25,8 @@ def read_config(path: str) -> dict[str, Any]:
     origin = f"model_name_or_path {format_name(path)}"
     if (file / "adapter_config.json").exists() and not (file / "config.json").exists():
         raise UsageError(
-            f"{origin} is an adapter, not a model: give its base, or the adapter merged into it (--merge_adapter when it was "
-            "trained)"
+            f"{origin} is an adapter, not a model: give its base, lora_rank and lora_alpha of its recipe to train it further, "
+            "or the adapter merged into its base (--merge_adapter when it was trained)"
         )
     check_model_folder(file, origin)
     file = file / "config.json" if os.path.isdir(file) else file

@@ -125,7 +125,7 @@ def has_formula(recipe: Recipe) -> bool:
     path = getattr(recipe, "model_name_or_path", None)
     config: dict[str, Any] = {"model_type": recipe.architecture}
     if path is not None:
-        config = base_models.find_local_config(path) or {}
+        config = base_models.find_local_config(base_models.find_weights(recipe)) or {}
     return base_models.find_kind(config) in base_models.MODEL_TYPES
 
 

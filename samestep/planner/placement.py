@@ -161,11 +161,12 @@ class Placement:
         words += ["--attn_implementation", "eager"] if self.workload.model.eager_attention else []
         return (f"OMP_NUM_THREADS={cores} " if cores else "") + shlex.join(words)
 
-    def config(self, config_file: str | None = None) -> str:
+    def config(self, config_file: str | None = None, names_machines: bool = True) -> str:
         """Write a launch file for Accelerate, as YAML.
 
         Args:
             config_file: its name, for the command in it; None: `written_file`.
+            names_machines: whether it says which machine is which; not in a job, whose flags do.
         """
         hardware, file = self.hardware, config_file or self.written_file
         kind = "FSDP" if self.sharded else hardware.device.distributed_type if hardware.num_processes > 1 else '"NO"'
@@ -180,13 +181,13 @@ class Placement:
             f"num_processes: {hardware.num_processes} # of all machines",
             f'mixed_precision: "{self.mixed_precision}"',
         ]
-        if hardware.num_nodes > 1:
+        if hardware.num_nodes > 1 and names_machines:
             lines += [
                 "machine_rank: 0 # 0 on the first machine, 1 on the next",
                 "main_process_ip: 127.0.0.1 # of the first machine: to be filled in",
                 "main_process_port: 29500",
             ]
-        elif hardware.num_processes > 1:
+        elif hardware.num_nodes == 1 and hardware.num_processes > 1:
             lines.append("main_process_port: 0 # any free port")
         if hardware.device.cores:
             lines.append("use_cpu: true # not the GPU if there is one")

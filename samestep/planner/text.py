@@ -142,7 +142,7 @@ def _describe_spot(answer: dict[str, Any]) -> str:
     )
     if rate is None or seconds is None:
         return text + "."
-    how_often = f"With {rate:g} interruptions a day"
+    how_often = f"With {rate:g} interruption{'' if rate == 1 else 's'} a day"
     if stretched is None:
         return f"{text}. {how_often} nothing goes forward."
     total = answer["cost_with_interruptions"]
@@ -348,8 +348,8 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         seconds = ", ".join(
             f"{name.replace('_', ' ')} {value:.2g}" for name, value in answer["all_reduce_seconds"].items()
         )
-        size = 4 * answer["num_parameters"] / 1e6
-        yield "all-reduce", f"{size:,.4g} MB of gradients over links at their full rate, seconds: {seconds}"
+        size = _size(4 * answer["num_parameters"])
+        yield "all-reduce", f"{size} of gradients over links at their full rate, seconds: {seconds}"
 
 
 def _list_time(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:

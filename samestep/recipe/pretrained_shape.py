@@ -58,6 +58,27 @@ def read_local_config(name_or_path: str) -> dict[str, Any] | None:
     return read_json(path, f"{origin}: config.json") if path.is_file() else None
 
 
+def find_base(name_or_path: str) -> str | None:
+    """Find the base of an adapter in a folder: `base/` beside it, or beside the run of a checkpoint, else what its
+    adapter_config.json names; None: the folder holds a whole model, or none, or it is a name on the hub.
+
+    Raises:
+        UsageError: the file names no base.
+    """
+    folder = Path(name_or_path).expanduser()
+    path = folder / "adapter_config.json"
+    if not path.is_file() or (folder / "config.json").exists():
+        return None
+    for place in (folder / "base", folder.parent / "base"):
+        if (place / "config.json").is_file():
+            return str(place)
+    origin = f"the adapter in {format_name(name_or_path)}"
+    base = read_json(path, f"{origin}: adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UsageError(f"{origin}: adapter_config.json names no base: put the base beside it, in base/")
+    return base
+
+
 def load(
     name_or_file: str,
     changes: Mapping[str, Any],

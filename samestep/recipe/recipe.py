@@ -80,6 +80,8 @@ DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 MUON = ("muon_learning_rate", "muon_momentum", "muon_weight_decay")
 """Fields that only the optimizer muon has."""
 DATA = ("train_file", "train_dir", "dataset_name", "dataset_config_name")
+MODEL = ("model_name_or_path", "architecture", "lora_rank", "base_quantization", "objective")
+"""Fields that a description names."""
 TEXTS = ("name", "description", "source", "expect")
 """Fields that speak of all others: they are not true of a recipe whose values were changed."""
 
@@ -340,6 +342,12 @@ class Recipe:
         return ", ".join(names) or " ".join(filter(None, parts)) or None
 
     @property
+    def model_in_words(self) -> str:
+        """What a description says of the model behind the task: from which weights, and what of it is trained."""
+        name = getattr(self, "model_name_or_path", None)
+        return "" if name is None else f", from {Path(name).name if Path(name).is_absolute() else name},"
+
+    @property
     def optimizer_name(self) -> str:
         """Name of the optimizer: adamw, adamw_8bit, muon or sgd."""
         return getattr(self, "optimizer", "adamw")
@@ -354,10 +362,13 @@ class Recipe:
         """Values for a model that any machine holds, which rehearsals train; whatever decides the data and the step stays."""
         return {}
 
-    def rehearsed(self) -> "Recipe":
+    def rehearsed(self, shape: Mapping[str, Any] | None = None) -> "Recipe":
         """Return this recipe with the model of a rehearsal, of random weights.
 
         Of long sequences a step has fewer samples: logits of a large vocabulary would take minutes.
+
+        Args:
+            shape: values that make the model small; None: `small_shape`.
         """
         length = getattr(self, "block_size", getattr(self, "max_seq_length", 1))
         batch = _limit_rehearsed_batch(self.global_batch_size, length)
@@ -365,7 +376,10 @@ class Recipe:
         found = self.exchange
         if found is not None and found.is_local:  # a rehearsal saves a checkpoint after an exchange
             found = dataclasses.replace(found, num_steps=1)
-        shape = self.small_shape | {"communication": None if found is None else str(found)}
+        shape = {
+            **(self.small_shape if shape is None else shape),
+            "communication": None if found is None else str(found),
+        }
         return dataclasses.replace(self, **shape, global_batch_size=batch, batch_schedule=growth)
 
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
@@ -1049,6 +1063,11 @@ class CausalLmFineTuning(Recipe):
         return weights | ({"sft": self.sft_loss_weight} if self.sft_loss_weight else {})
 
     @property
+    def model_in_words(self) -> str:
+        method = "" if self.lora_rank is None else " by LoRA" if self.base_quantization is None else " by QLoRA"
+        return super().model_in_words + method + ("" if self.objective == "sft" else f" ({self.objective})")
+
+    @property
     def shape(self) -> dict[str, Any]:
         """The shape of a model with random weights, as transformers' configuration of `architecture` takes it."""
         return {name: getattr(self, name) for name in self.SHAPE}
@@ -1414,13 +1433,13 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 def _change(values: Mapping[str, Any], changes: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Lay `changes` over the values of a recipe, and say in its `source` and `expect` that they are no longer the recipe's.
 
-    A description of other data is left empty, for `load` to write.
+    A description of other data, or of another model, is left empty, for `load` to write.
     """
     merged = overlay(values, changes)
     names = [name for name in changes if name not in TEXTS and not _is_same(merged[name], values.get(name))]
     if names:
         texts = {"source": f"{origin}, but for {', '.join(names)}", "expect": "not measured with these values"}
-        if any(name in DATA for name in names):
+        if any(name in DATA or name in MODEL for name in names):
             texts["description"] = ""
         merged |= {name: text for name, text in texts.items() if name not in changes}
     return merged
@@ -1465,9 +1484,9 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
     values = _change(values, changes or {}, str(values.get("name", name_or_file)))
     recipe: Recipe = build(TASKS[kind], values, f"recipe {format_name(name_or_file)}")
     if not recipe.description:
-        subject = (type(recipe).__doc__ or kind).partition(":")[0]
+        subject = (type(recipe).__doc__ or kind).partition(":")[0].rstrip(".")
         place = f" on {recipe.data_name}" if recipe.data_name else ""
-        recipe = dataclasses.replace(recipe, description=f"{subject.rstrip('.')}{place}.")
+        recipe = dataclasses.replace(recipe, description=f"{subject}{recipe.model_in_words}{place}.")
     return recipe
 
 

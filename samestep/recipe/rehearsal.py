@@ -15,12 +15,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import UsageError
+from samestep.recipe.reading import read_json
 from samestep.recipe.recipe import Recipe
 
 NUM_STEPS = 3
 """Steps of a rehearsal: two, then one after resuming."""
+START = "start"
+"""Folder of the small model that a rehearsal starts from, if it is of the kind that the recipe fine-tunes."""
 SESSION = "SAMESTEP_REHEARSAL"
 """Variable of the environment that a session of a rehearsal has."""
 SESSIONS = (
@@ -54,14 +58,24 @@ def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str
             if code := _run_session([sys.executable, sys.argv[0], *argv, *more], number):
                 return code
         place = "" if output_dir is None else f" in {folder}"
+        model = describe_model(Path(folder), recipe, small)
     if os.environ.get("RANK", "0") == "0":
         print(
             f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {small.global_batch_size} samples, a checkpoint and "
-            f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {describe_changes(recipe, small)}; "
-            f"the real run is: {shlex.join(_without_flag(_find_command(argv)))}",
+            f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {model}; "
+            f"the real run is: {shlex.join(_without_flag(find_command(argv)))}",
             flush=True,
         )
     return 0
+
+
+def describe_model(folder: Path, recipe: Recipe, small: Recipe) -> str:
+    """Say what model a rehearsal in a folder trained: a small one of the real one's kind, or one that `small` describes."""
+    if not (folder / START / "config.json").exists():
+        return describe_changes(recipe, small)
+    name: Any = getattr(recipe, "model_name_or_path", None)
+    config = read_json(folder / START / "config.json", "config.json")
+    return f"a small {config.get('model_type')} of random weights in place of {name}: the same kinds of layers, few and narrow"
 
 
 def describe_changes(recipe: Recipe, small: Recipe) -> str:
@@ -114,7 +128,7 @@ def _run_session(command: list[str], number: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _find_command(argv: Sequence[str]) -> list[str]:
+def find_command(argv: Sequence[str]) -> list[str]:
     """Find the command that was typed: that of the launcher, if this process's parent is one, else the program's."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]

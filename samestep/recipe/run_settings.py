@@ -50,7 +50,7 @@ class RunSettings:
     output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
     overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
     rehearse: bool = setting(
-        "rehearse the run with a small model (2 layers of width 64): its data, tokenizer, schedule, 3 whole steps, a "
+        "rehearse the run with a small model (a few narrow layers): its data, tokenizer, schedule, 3 whole steps, a "
         "checkpoint, and going on from it; in a temporary folder, or OUTPUT_DIR-rehearsal",
         default=False,
     )

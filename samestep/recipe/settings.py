@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,6 +225,21 @@ def program_name() -> str:
     """Return what was called, as it is typed: `python -m recipes`, `samestep`, `pretrain_bert.py`."""
     path = Path(sys.argv[0])
     return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+
+
+def drop_flags(words: Sequence[str], flags: Iterable[str]) -> list[str]:
+    """Return the words of a command line without some of its flags.
+
+    >>> drop_flags("--a 1 2 --b=3 --c".split(), ["a", "b"])
+    ['--c']
+    """
+    kept: list[str] = []
+    names, is_dropped = set(flags), False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.removeprefix("--").partition("=")[0] in names
+        kept += [] if is_dropped else [word]
+    return kept
 
 
 class Parser(argparse.ArgumentParser):

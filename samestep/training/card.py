@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
@@ -24,6 +26,8 @@ from samestep.recipe.schedule import Schedule
 
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
 UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a step had
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+"""Type in a file of safetensors -> its name in torch."""
 MAX_EVALUATIONS = 20  # rows of the table of evaluations
 
 
@@ -53,14 +57,25 @@ class Training:
 
     @property
     def precision(self) -> str:
-        """Precision of weights and of the computation, in words."""
-        mixed = self.accelerator.mixed_precision
-        return f"{self.settings.dtype} weights" + ("" if mixed == "no" else f", {mixed} computation (autocast)")
+        """Precision of the files, and of weights and computation in training, in words."""
+        mixed, found = self.accelerator.mixed_precision, read_dtypes(Path(self.settings.output_dir))
+        files = f"files in {' and '.join(found)}; " if found else ""
+        trained = f"trained in {self.settings.dtype}" + ("" if mixed == "no" else f", {mixed} computation (autocast)")
+        return files + trained
 
     @property
     def hardware(self) -> str:
         """Number of processes, and the device of process 0."""
         return f"{self.accelerator.num_processes} x {device_name(self.accelerator.device)}"
+
+    @property
+    def ends_within_a_step(self) -> bool:
+        """Whether the epochs that were asked for end within the last step, which has samples beyond them."""
+        asked = self.recipe.num_train_epochs
+        if asked is None or self.recipe.epoch_end != "carry":
+            return False
+        num_uses = sum(uses for _, uses in getattr(self.train, "mixture", ())) or len(self.train)
+        return self.num_steps * self.recipe.global_batch_size > asked * num_uses and not self.recipe.batch_schedule
 
     def describe_data(self) -> dict[str, Any]:
         """Return what is known of the training data, name -> value: their place, samples, documents and tokens."""
@@ -135,6 +150,19 @@ class Training:
         return {name: value for name, value in facts.items() if value is not None}
 
 
+def read_dtypes(folder: Path) -> list[str]:
+    """Read in which types the files of a saved model or adapter hold their tensors, those with the most numbers first."""
+    sizes: dict[str, int] = {}
+    for path in sorted([*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(path, "numpy") as file:
+            names = file.keys()
+            for name in names:
+                part = file.get_slice(name)
+                kind = part.get_dtype()
+                sizes[kind] = sizes.get(kind, 0) + math.prod(part.get_shape())
+    return [DTYPES.get(kind, kind) for kind in sorted(sizes, key=lambda kind: -sizes[kind])]
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of a device: that of the GPU, or of the processor."""
     if device.type == "cuda":
@@ -193,13 +221,16 @@ def write(
     base = getattr(recipe, "model_name_or_path", None)
     start = "random weights" if base is None else f"the weights of `{base if _is_on_hub(base) else Path(base).name}`"
     amount = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)
+    end = ""
+    if training.ends_within_a_step:
+        end = f"; the last step was filled up with samples beyond {recipe.num_train_epochs:g} epochs"
     lines = [
         recipe.description,
         "",
         f"- **Data**: {recipe.data_name or 'made by the program'}; {training.train}"
         + (f"; held out: {training.held_out}" if training.held_out is not None else "; nothing held out"),
         f"- **Start**: {start}",
-        f"- **Seen in training**: {amount or 'not known'}, in {training.num_steps:,} optimizer steps",
+        f"- **Seen in training**: {amount or 'not known'}, in {training.num_steps:,} optimizer steps{end}",
         f"- **Precision**: {training.precision}",
         *training.describe_communication(),
         f"- **Hardware**: {training.hardware}",
@@ -210,7 +241,11 @@ def write(
         lines.append(f"- **Length**: at most {length:,} tokens{untrained}")
     rows = [f"| {name} | {format_number(value)} |" for name, value in results.items() if "/" not in name]
     sections = {
-        "Use": ["```python", usage.replace("OUTPUT_DIR", repo_id or settings.output_dir), "```"],
+        "Use": [
+            "```python",
+            _localize(usage, base).replace("OUTPUT_DIR", repo_id or _portable(settings.output_dir)),
+            "```",
+        ],
         "Results": [
             "| metric | value |",
             "|---|---|",
@@ -229,6 +264,23 @@ def write(
     }
     text = "\n".join(["---", front + "---", f"# {training.title}", "", *lines])
     return text + "".join(f"\n\n## {title}\n\n" + "\n".join(part) for title, part in sections.items() if part) + "\n"
+
+
+def _portable(path: str) -> str:
+    """Return a path without what only this machine has: below the working folder, or its last name.
+
+    >>> _portable("runs/a"), _portable("/home/me/runs/a")
+    ('runs/a', 'a')
+    """
+    place, here = Path(path), Path.cwd()
+    if not place.is_absolute():
+        return path
+    return str(place.relative_to(here)) if place.is_relative_to(here) and place != here else place.name
+
+
+def _localize(usage: str, base: str | None) -> str:
+    """Replace a base's path on this machine in lines of Python."""
+    return usage if base is None else usage.replace(f'"{base}"', f'"{_portable(base)}"')
 
 
 def _num_positions(recipe: Recipe) -> int | None:

@@ -1,9 +1,10 @@
 """Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, is verified before use, and resumes on any layout.
 
-    model.safetensors      parameters and buffers, by the names that the published model has; of adapters and a frozen base the
-                           adapters, and a hash of the base is in state.json
-    config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files; of adapters
-                           adapter_config.json
+    model.safetensors      parameters and buffers, by the names that the published model has
+    adapter_model.safetensors  instead, of adapters and a frozen base: the adapters, by peft's names; a hash of the base is in
+                           state.json
+    config.json            the model's configuration, for `from_pretrained`, as are generation_config.json and the tokenizer's
+                           files; of adapters adapter_config.json
     optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
     workers.safetensors    of a recipe with a `communication`: states of the workers' optimizers, or of the error feedback
     recipe.yaml            the recipe as resolved
@@ -55,6 +56,7 @@ from tqdm import tqdm
 
 from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError, reason
+from samestep.models import adapters, pretrained
 from samestep.recipe.reading import (
     MAX_JSON_BYTES,
     format_name,
@@ -74,6 +76,8 @@ from samestep.training.digest import digest_tensor
 from samestep.training.launch import count_copies
 from samestep.training.peer_copies import PeerCopies
 
+ADAPTER = "adapter_model"
+"""Part of a checkpoint that stands for `model`, where adapters alone are trained: the name that peft's files have."""
 WORKERS = "workers"
 """Part of a checkpoint with the state of the recipe's `communication`."""
 FROZEN = "frozen weights"
@@ -97,9 +101,10 @@ NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ON_HOST = StateDictOptions(cpu_offload=True)
-FORMAT = 3
-READABLE_FORMATS = (2, FORMAT)
-"""In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the model."""
+FORMAT = 4
+READABLE_FORMATS = (2, 3, FORMAT)
+"""In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the model. Before format 4,
+adapters are in model.safetensors, by their names in peft's model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +206,14 @@ def _find_aliases(model: nn.Module) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
+def _find_adapted(model: nn.Module) -> Any:
+    """Find peft's model in one; None: it has no adapters."""
+    return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
+
+
 def find_frozen(model: nn.Module) -> set[str]:
     """Name the frozen parameters of a model with adapters (peft's), which files leave out; of another model none."""
-    if not any(hasattr(module, "peft_config") for module in model.modules()):
+    if _find_adapted(model) is None:
         return set()
     named_parameters = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named_parameters if not parameter.requires_grad}
@@ -355,8 +365,12 @@ class Saver:
             tensors.pop(name, None)
         prefix = _find_prefix(tensors)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        part = "model"
+        if frozen and not isinstance(self.model, FSDPModule):
+            part, names = ADAPTER, adapters.name_in_files(_find_adapted(bare_model), tensors)
+            tensors = {names[name]: tensor for name, tensor in tensors.items()}
         moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
-        parts = {"model": _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
+        parts = {part: _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         if self.exchange is not None:
             parts[WORKERS] = self.exchange.get_state()
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
@@ -561,8 +575,10 @@ class Saver:
             config.to_json_file(partial / "config.json")
         elif hasattr(model, "peft_config"):
             model.active_peft_config.save_pretrained(partial)
+            model = model.get_base_model()
         elif isinstance(model, PyTorchModelHubMixin):
             (partial / "config.json").write_text(json.dumps(recipe.architecture, indent=2) + "\n", encoding="utf-8")
+        pretrained.save_generation_config(model, partial)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(partial)
         return {path.name: _flush_and_hash(path) for path in sorted(set(partial.iterdir()) - before)}
@@ -614,7 +630,9 @@ def read(folder: Path, part: str) -> dict[str, torch.Tensor]:
     """Read whole tensors: rows of all files that the manifest lists, in the order of the processes that wrote them."""
     rows: dict[str, list[torch.Tensor]] = {}
     entries = read_json(folder / "manifest.json", f"checkpoint {folder}: manifest.json")["files"]
-    for file in sorted(name for name in entries if name.startswith(part)):
+    if part == "model" and f"{ADAPTER}.safetensors" in entries:
+        part = ADAPTER
+    for file in sorted(name for name in entries if name.startswith(part) and name.endswith(".safetensors")):
         for name, tensor in safetensors.torch.load_file(str(folder / file)).items():
             rows.setdefault(name, []).append(tensor)
     return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()}
@@ -716,8 +734,10 @@ def _verify(folder: Path) -> State:
 
 def _is_complete(files: dict[str, Any]) -> bool:
     """Tell whether a checkpoint of `files` has all parts of all owners, and nothing else but descriptions of the model."""
-    num_owners = None if "model.safetensors" in files else max(1, sum(name.startswith("model-") for name in files))
-    parts = {"recipe.yaml", "state.json", *_name_files("model", num_owners), *_name_files("optimizer", num_owners)}
+    whole = next((part for part in ("model", ADAPTER) if f"{part}.safetensors" in files), None)
+    num_owners = None if whole else max(1, sum(name.startswith("model-") for name in files))
+    names = [*_name_files(whole or "model", num_owners), *_name_files("optimizer", num_owners)]
+    parts = {"recipe.yaml", "state.json", *names}
     others = files.keys() - parts - {f"{WORKERS}.safetensors"}
     return parts <= files.keys() and all(
         Path(name).name == name and not name.endswith(".safetensors") for name in others
@@ -910,10 +930,14 @@ def load(
         raise UsageError(
             f"checkpoint {folder} cannot be read ({error}): put it where every process sees it under this name"
         ) from None
-    if read_json(folder / "manifest.json", f"checkpoint {folder}: manifest.json")["format"] > 2:
+    bare_model = accelerator.unwrap_model(model)
+    manifest = read_json(folder / "manifest.json", f"checkpoint {folder}: manifest.json")
+    if f"{ADAPTER}.safetensors" in manifest["files"]:
+        own = adapters.name_in_model(_find_adapted(bare_model))
+        tensors = {own.get(name, name): tensor for name, tensor in tensors.items()}
+    if manifest["format"] > 2:
         prefix = _find_prefix(get_model_state_dict(model))
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    bare_model = accelerator.unwrap_model(model)
     groups, frozen = _find_aliases(bare_model), find_frozen(bare_model)
     tensors |= {name: tensors[first] for first, *aliases in groups if first in tensors for name in aliases}
     current = _get_moments(model, optimizer, StateDictOptions())

@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from samestep.models import stop_tokens
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe.run_settings import CausalLmFineTuningSettings
 from samestep.training import sharding
@@ -34,7 +35,7 @@ def judge(
         accelerator: of the processes.
         model: the same on every process.
         source: gives by `find_question` the tokens of a prompt and of its answer. The tokenizer's eos_token ends an answer, as
-            do the tokens that end texts in the model's generation_config.
+            do the tokens that end texts in the model's generation_config, among which are the trained ones.
         settings: num_generations, generation_length, per_device_eval_batch_size and output_dir.
 
     Returns:
@@ -76,10 +77,8 @@ def judge(
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Find the tokens that end an answer."""
-    config = getattr(model, "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    ends = ends if isinstance(ends, list) else [ends]
-    return sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
+    ends = {*stop_tokens.list_ends(getattr(model, "generation_config", None)), tokenizer.eos_token_id}
+    return sorted(end for end in ends if end is not None)
 
 
 def make_batches(lengths: Sequence[int], batch_size: int, may_pad: bool) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 The reference model of `preferences.dpo` is the start model, frozen. Its log-probabilities do not change during a training, so
 no second model is held while training, and no forward of one is computed in any step. Under LoRA the reference is the base
-without its adapter.
+without its adapter, or with the one that the training goes on with.
 
 They lie in a file, with a fingerprint of all that they follow from: the model's weights and configuration, the precision, and
 the tensors of all samples. A resumed run reads them; where the fingerprint is another, they are computed again.
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from samestep.data.steps import MicroBatch
 from samestep.errors import UsageError
+from samestep.models import adapters
 from samestep.models.summed_losses import SummedLosses
 from samestep.step.preferences import split_pairs
 from samestep.training import checkpoint, evaluation, launch, sharding
@@ -63,12 +64,19 @@ def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> N
         if source is not None:
             path = run.output_dir / f".reference-{number}.safetensors"
             batch_size = settings.per_device_eval_batch_size
-            values = reference_logps(accelerator, model, source, recipe.seed, batch_size, path)
+            goes_on = adapters.find_start(recipe)[1] is not None
+            values = reference_logps(accelerator, model, source, recipe.seed, batch_size, path, goes_on)
             source.reference = values.astype(np.float32)
 
 
 def reference_logps(
-    accelerator: Accelerator, model: nn.Module, source: Any, seed: int, batch_size: int, path: Path
+    accelerator: Accelerator,
+    model: nn.Module,
+    source: Any,
+    seed: int,
+    batch_size: int,
+    path: Path,
+    has_adapter: bool = False,
 ) -> np.ndarray:
     """Compute the reference log-probabilities of each pair of a dataset, or read them if they are known.
 
@@ -79,11 +87,12 @@ def reference_logps(
         accelerator: its processes share the work; the precision is its own.
         model: with the weights of the start, whole, on its device; if the launch file shards weights, it is sharded here, after
             it was digested, and may be on the host. Its `sequence_log_probabilities`, called with a
-            micro-batch's tensors, in evaluation mode and without adapters of peft, returns the summed log-probability of each
+            micro-batch's tensors, in evaluation mode, returns the summed log-probability of each
             sequence's trained tokens, [sequences].
         source: a `SampleSource` of pairs, whose samples are the same in each epoch.
         seed, batch_size: see `evaluation.evaluate`; no result depends on them beyond rounding.
         path: the file, on process 0's machine.
+        has_adapter: whether its adapters belong to the reference; else they do nothing yet, and are left out.
 
     Returns:
         float64 [samples, 2], in the dataset's order: of the chosen and of the rejected sequence.
@@ -100,7 +109,7 @@ def reference_logps(
     num_terms = len(source.collate([])["counts"])
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if hasattr(module, "disable_adapter"):  # peft's PeftModel
+            if hasattr(module, "disable_adapter") and not has_adapter:  # peft's PeftModel
                 stack.enter_context(module.disable_adapter())
         stack.enter_context(accelerator.autocast())
         pairs = _Pairs(model, num_terms)

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from samestep.cut.spans import Spans
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
+from samestep.models import pretrained
 from samestep.planner import batch_size, text
 from samestep.printing import fold
 from samestep.recipe import run_files
@@ -731,8 +732,7 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
     """Keep the model of the best evaluation so far in `best/`, whole at any moment. Called by all processes."""
     if accelerator.is_main_process:
         partial, best = output_dir / "best.partial", output_dir / "best"
-        for part in (model, tokenizer):
-            part.save_pretrained(partial)
+        pretrained.save_pretrained(model, tokenizer, partial)
         shutil.rmtree(best, ignore_errors=True)
         partial.rename(best)
     accelerator.wait_for_everyone()
@@ -764,6 +764,8 @@ def finish(
         evaluations = [line for line in evaluations if line["step"] <= best_step]
     if steps:  # none when a finished run is resumed into another folder
         results |= {name: steps[-1][name] for name in ("epoch", "loss") if name in steps[-1]}
+        if steps[-1]["step"] == training.num_steps and training.ends_within_a_step:
+            results["epoch"] = recipe.num_train_epochs  # as asked for
         units = [*card.UNITS, *(name for name in steps[-1] if name.endswith("/samples"))]
         results |= {f"{unit}_seen": sum(line.get(unit, 0) for line in steps) for unit in units if unit in steps[-1]}
     if evaluations:
@@ -798,7 +800,10 @@ def finish(
     newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
     code = "".join(f"  {line}\n" for line in usage.replace("OUTPUT_DIR", str(output_dir)).split("\n"))
     print(fold(f"\nWrote {output_dir}/: {files}{''.join(newest)}"))
-    print(f"Load it:\n{code}\nNext: {_own_command()} watch {output_dir}")
+    command = _own_command()
+    talks = getattr(recipe, "objective", "reward") != "reward" and training.train.tokenizer.chat_template is not None
+    chat = f"{command} chat {output_dir}, " if talks else ""
+    print(f"Load it:\n{code}\nNext: {chat}{command} watch {output_dir}")
     if settings.push_to_hub:
         print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
 

@@ -12,6 +12,9 @@ import functools
 import io
 import itertools
 import math
+import os
+import shlex
+import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,17 +32,17 @@ from samestep.cut.order import Order
 from samestep.data.row_report import write_skipped
 from samestep.data.steps import MicroBatch, StepData, Steps, find_terms_without_target, to_device
 from samestep.errors import UsageError
-from samestep.models import pretrained
+from samestep.models import pretrained, small_model
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner.batch_size import Measurement
 from samestep.planner.ramp import NoiseFollower
 from samestep.planner.step_plan import describe_sizes, plan_steps
 from samestep.printing import fold
-from samestep.recipe import communication, run_settings
+from samestep.recipe import communication, rehearsal, run_settings
 from samestep.recipe.batch_schedule import parse
 from samestep.recipe.launches import find_refusal
-from samestep.recipe.recipe import Recipe
-from samestep.recipe.rehearsal import NUM_STEPS
+from samestep.recipe.recipe import CausalLmFineTuning, Recipe
+from samestep.recipe.settings import drop_flags
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.compression import PowerSgd, TopK
 from samestep.step.exact_sum import ExactSum
@@ -53,6 +56,10 @@ from samestep.training.peer_copies import PeerCopies
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.replicas import HasEnded, Replicas
 from samestep.training.stragglers import StepClock
+
+DECIDED_BY_WEIGHTS = (*CausalLmFineTuning.SHAPE, "architecture", "vocab_size", "tokenizer_name")
+"""Flags that have no place beside weights to start from, and those of a session that has ended."""
+DECIDED_BY_WEIGHTS += ("resume_from_checkpoint", "overwrite_output_dir", "stop_after_step")
 
 
 class Run:
@@ -85,11 +92,14 @@ class Run:
         self.recipe, self.settings = run_settings.parse(
             argv, task, description, find_config=pretrained.find_config, say=notes.append
         )
+        self.argv = list(argv)
         interrupt.outlive_readers()
         quiet_libraries()
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
         self._say(*notes)
+        if self.settings.rehearse:
+            self._rehearse_own_kind(argv, task, description)
         exchange, mixed_precision = self.recipe.exchange, self.accelerator.mixed_precision
         if refusal := find_refusal(
             communication=exchange,
@@ -127,6 +137,33 @@ class Run:
         self.completed_steps = self.start.step
         self.has_stopped_early = self.has_ended_elsewhere = False
         self.problem: str | None = None
+
+    def _rehearse_own_kind(self, argv: Sequence[str], task: str | Sequence[str], description: str) -> None:
+        """Let a rehearsal train a small model of the kind that the recipe fine-tunes, of which the first session makes one.
+
+        Where none can be made, it trains a small Llama, and says so.
+        """
+        find_config, no_rehearsal = pretrained.find_config, [*argv, "--rehearse", "false"]
+        recipe, _ = run_settings.parse(no_rehearsal, task, description, find_config=find_config)
+        if not isinstance(recipe, CausalLmFineTuning) or recipe.model_name_or_path is None:
+            return
+        folder = self.output_dir / rehearsal.START
+        answer: list[str | None] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                if os.environ.get(rehearsal.SESSION, "0") == "0":
+                    shutil.rmtree(folder, ignore_errors=True)
+                    torch.manual_seed(recipe.seed)
+                    small_model.make(recipe, folder)
+                answer = [None if folder.exists() else ""]  # the first session has said why
+            except UsageError as error:
+                answer = [f"{error}: this rehearsal trains a small Llama instead"]
+        (problem,) = broadcast_object_list(answer)
+        if problem is not None:
+            self._say(*[problem] * bool(problem))
+            return
+        tokenizer = recipe.tokenizer_name or recipe.model_name_or_path
+        self.recipe = recipe.rehearsed({"model_name_or_path": str(folder), "tokenizer_name": tokenizer})
 
     def _find_peer_copies(self) -> PeerCopies | None:
         """Find the machines that keep copies of checkpoints; None: all see one output folder. Called by all processes.
@@ -200,7 +237,7 @@ class Run:
         if self.checkpoint is not None:
             self._check_earlier_steps(num_uses, mixture)
         if self.settings.rehearse:
-            self.num_steps = min(self.num_steps, NUM_STEPS)
+            self.num_steps = min(self.num_steps, rehearsal.NUM_STEPS)
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         return train, held_out
 
@@ -243,6 +280,16 @@ class Run:
         parting = next((step for step in range(done) if any(a(step) != b(step) for a, b in pairs)), done)
         if not is_same or parting < done:
             steps = [int(path.name.split("-")[1]) for path in checkpoint.checkpoints(self.checkpoint.parent)]
+            if (
+                is_same
+                and done == num_steps < self.num_steps
+                and (command := self._continue_elsewhere(earlier, num_steps))
+            ):
+                raise UsageError(
+                    f"checkpoint {self.checkpoint} is the end of a training of {num_steps} steps, whose learning rate has "
+                    f"fallen since step {parting}: one of {self.num_steps} would have been another one from there. To train "
+                    f"on from what it left, with a warm-up and a decay of its own: {command}"
+                )
             fitting = [f"checkpoint-{step}" for step in steps if step <= parting] if is_same else []
             where = f"{fitting[-1]} is one" if fitting else "there is none beside it"
             raise UsageError(
@@ -254,6 +301,28 @@ class Run:
             f"going on from step {done} of a training of {num_steps}, whose steps so far are those of this one of "
             f"{self.num_steps}: {changes}"
         )
+
+    def _continue_elsewhere(self, earlier: Recipe, num_steps: int) -> str | None:
+        """Write the command that trains on from what a finished training left, for the rest of the length that was asked for.
+
+        Args:
+            earlier: the recipe of that training; `num_steps`: its steps.
+
+        Returns:
+            The command; None: such a recipe starts from no weights, or there are none.
+        """
+        recipe, result = self.recipe, self.checkpoint.parent
+        has_result = any((result / name).exists() for name in ("config.json", "adapter_config.json"))
+        if not hasattr(recipe, "model_name_or_path") or not has_result:
+            return None
+        length: dict[str, Any] = {"max_train_steps": self.num_steps - num_steps}
+        if recipe.num_train_epochs is not None and earlier.num_train_epochs is not None:
+            length = {"num_train_epochs": f"{recipe.num_train_epochs - earlier.num_train_epochs:g}"}
+        flags = {"model_name_or_path": result, "output_dir": f"{result}-more", **length}
+        words = rehearsal.find_command(self.argv)
+        kept = drop_flags(self.argv, {*flags, *DECIDED_BY_WEIGHTS, "num_train_epochs", "max_train_steps"})
+        new = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        return shlex.join([*words[: len(words) - len(self.argv)], *kept, *new])
 
     def _follow_noise(self, step: "Step") -> bool:
         """Let the batch grow if the noise of a measured step says so; whether it does. Called by all processes."""

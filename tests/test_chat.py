@@ -1,0 +1,180 @@
+"""`samestep chat`: what a fine-tuning left answers in the terminal, or one line says why it does not."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from chat_bases import make_tokenizer, save_base, write_chats
+from transformers import AutoModelForCausalLM
+
+from samestep.cli import chat as module
+from samestep.cli.chat import INTERRUPTED, chat
+from samestep.errors import UsageError
+from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning
+
+NO_SHAPE = " ".join(f"--{name} none" for name in ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE))
+NO_DRAWN = " ".join(f"--{name} none" for name in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
+TRAINED = (
+    "--max_train_steps 100 --global_batch_size 8 --max_seq_length 128 --num_generations 0 --validation_fraction 0.2 "
+    "--lr_scheduler_type constant"
+)
+WAYS = {
+    "whole": "--max_train_steps 100 --learning_rate 1e-2",
+    "adapter": "--max_train_steps 160 --learning_rate 3e-2 --lora_rank 16 --lora_alpha 32",
+    "merged": "--max_train_steps 160 --learning_rate 3e-2 --lora_rank 16 --lora_alpha 32 --merge_adapter --max_merge_loss 1",
+}
+
+
+@pytest.fixture(scope="module")
+def results(scripts, tmp_path_factory):
+    """Folders of the results, each of a base that was trained on the same chats."""
+    from common import fresh_accelerator, tiny_argv
+
+    folder = tmp_path_factory.mktemp("results")
+    base, chats = save_base(folder / "base"), write_chats(folder / "chats.jsonl")
+    for way, flags in WAYS.items():
+        data = f"{NO_DRAWN} --train_file {chats} {NO_SHAPE} --model_name_or_path {base}"
+        fresh_accelerator()
+        argv = tiny_argv("finetune_causal_lm", chats, folder / way, f"{TRAINED} {data} {flags}")
+        scripts["finetune_causal_lm"].main(argv)
+    return folder
+
+
+@pytest.fixture
+def ask(capsys, monkeypatch):
+    """ask("folder", "line", ..., flags="...") -> exit code, and the lines that were answered."""
+
+    def run(folder, *lines: str, flags: tuple = ()) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        capsys.readouterr()
+        code = chat([str(folder), *flags])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "place", ["whole", "adapter", "merged", "merged/adapter", "whole/checkpoint-100", "adapter/checkpoint-160"]
+)
+def test_every_result_answers_and_stops(results, ask, place):
+    assert ask(results / place, flags=("--once", "Say 2.")) == (0, ["cc"])
+
+
+def test_it_knows_what_was_said_before(results, ask, monkeypatch):
+    seen = []
+    encode = module._Talk._encode
+    monkeypatch.setattr(module._Talk, "_encode", lambda self: seen.append(list(self.turns)) or encode(self))
+    code, lines = ask(results / "whole", "Say 1.", "", "Say 3.", flags=("--system", "Answer."))
+    assert (code, len(lines)) == (0, 2)
+    assert [turn["content"] for turn in seen[1]] == ["Say 1.", lines[0], "Say 3."]
+
+
+def test_the_prompt_is_the_one_that_was_trained(results, ask, monkeypatch):
+    """With the system's turn, if one is given, and the sampling that is asked for."""
+    calls = []
+
+    def generate(self, tokens, **options):
+        calls.append((tokens[0].tolist(), options))
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
+    flags = ("--once", "Say 2.", "--system", "Be kind.", "--temperature", "0.5", "--max_new_tokens", "7")
+    assert ask(results / "whole", flags=flags)[0] == 0
+    ask(results / "whole", flags=("--once", "Say 2.", "--temperature", "0"))
+    text = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nSay 2.<|im_end|>\n<|im_start|>assistant\n"
+    (tokens, options), (_, greedy) = calls
+    assert make_tokenizer().decode(tokens) == text
+    assert (options["do_sample"], options["temperature"], options["max_new_tokens"]) == (True, 0.5, 7)
+    assert (greedy["do_sample"], options["eos_token_id"]) == (False, [0, 2])
+
+
+def test_answers_of_earlier_results_stop_by_their_template(results, ask):
+    """Their generation_config has the tokens of the base only."""
+    (results / "whole" / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert ask(results / "whole", flags=("--once", "Say 0.")) == (0, ["aa"])
+
+
+def test_the_first_turns_of_a_long_chat_are_left_out_and_it_is_said(results, capsys, monkeypatch):
+    """A model has 256 positions."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"Say {'x ' * 60}\n" for _ in range(4))))
+    assert chat([str(results / "whole"), "--max_new_tokens", "4"]) == 0
+    assert "its first turns are left out" in capsys.readouterr().err
+
+
+def test_an_answer_can_be_stopped(results, ask, monkeypatch):
+    """At the terminal the next question follows; an only answer ends the program."""
+    whole = transformers.LlamaForCausalLM.generate
+    stops = iter([True, False, True])
+
+    def generate(self, tokens, streamer, **options):
+        if next(stops):
+            streamer.put(tokens)
+            streamer.put(torch.tensor([70]))
+            raise KeyboardInterrupt
+        return whole(self, tokens, streamer=streamer, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
+    code, lines = ask(results / "whole", "Say 1.", "Say 2.")
+    assert (code, lines[-1]) == (0, "cc")
+    assert ask(results / "whole", flags=("--once", "Say 1."))[0] == INTERRUPTED
+
+
+def _config(folder: Path, **fields) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda at, runs: at / "nowhere", "is no folder: give what a fine-tuning left"),
+        (lambda at, runs: at, "holds no model .there is no config.json"),
+        (lambda at, runs: (at / "checkpoint-7").mkdir() or at, "holds no finished model yet: .* chat .*checkpoint-7"),
+        (lambda at, runs: (at / "model-00001-of-00002.safetensors").touch() or at, "weights that several processes share"),
+        (lambda at, runs: save_base(at / "a", tokenizer=make_tokenizer(None)), "has no chat template"),
+        (lambda at, runs: save_base(at / "a", tokenizer=make_tokenizer("{{ raise_exception('no') }}")), "template refuses it"),
+        (lambda at, runs: _config(at / "a", architectures=["LlamaForSequenceClassification"]), "holds a reward model"),
+    ],
+)  # fmt: skip
+def test_what_does_not_answer_is_one_clear_line(tmp_path, results, make, message):
+    with pytest.raises(UsageError, match=message) as error:
+        chat([str(make(tmp_path, results)), "--once", "a"])
+    assert len(error.value.problems) == 1
+    assert "\n" not in error.value.problems[0]
+
+
+def test_a_model_of_another_kind_is_one_clear_line(tmp_path):
+    tokenizer = make_tokenizer()
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="it is no causal language model, but a BertForPreTraining"):
+        chat([str(tmp_path), "--once", "a"])
+
+
+def test_an_adapter_without_its_base_is_one_clear_line(results, tmp_path):
+    config = json.loads((results / "adapter" / "adapter_config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes((results / "adapter" / name).read_bytes())
+    for base, message in (
+        ("nowhere/at/all", "an adapter of nowhere/at/all, cannot be loaded"),
+        (None, "names no base"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        with pytest.raises(UsageError, match=message):
+            chat([str(tmp_path), "--once", "a"])
+    AutoModelForCausalLM.from_pretrained(results / "base").save_pretrained(tmp_path / "base")
+    assert chat([str(tmp_path), "--once", "Say 2."]) == 0, "beside it"
+
+
+@pytest.mark.parametrize("stdin", [None, io.StringIO("")])
+def test_a_chat_without_a_question_is_one_clear_line(results, monkeypatch, stdin):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(UsageError, match=r"stdin is .* --once"):
+        chat([str(results / "whole")])
