@@ -5,8 +5,8 @@ import json
 import sys
 
 import pytest
-from chat_bases import GROUPED, TOOLS, make_tokenizer, save_base
-from common import ROOT, evaluations, fresh_accelerator
+from chat_bases import GROUPED, make_tokenizer, save_base
+from common import ROOT, evaluations, fresh_accelerator, load_benchmark
 from printed import in_markdown
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ def write_support(folder) -> None:
         {"type": "function", "function": {"name": "track", "description": "track it", "parameters": {"type": "object"}}}
     ]
     chats, pairs = [], []
-    for number in range(40):
+    for number in range(300):
         call = {"type": "function", "function": {"name": "track", "arguments": {"parcel": number}}}
         turns = [
             {"role": "user", "content": f"Where is parcel {number}?"},
@@ -42,8 +42,8 @@ def way(tmp_path_factory, scripts):
     """Run all commands in a folder; return it, and what each of the chats said."""
     folder = tmp_path_factory.mktemp("way")
     (folder / "Qwen").mkdir()
-    # Qwen3's own template, of several turns with tools, once it is trained without {% generation %} markers: `TOOLS` goes then
-    save_base(folder / "Qwen" / "Qwen3-0.6B", "qwen3", make_tokenizer(TOOLS), **GROUPED, head_dim=16)
+    template = load_benchmark("templates").templates()["qwen3"]  # Qwen3's own, which has no markers
+    save_base(folder / "Qwen" / "Qwen3-0.6B", "qwen3", make_tokenizer(template), **GROUPED, head_dim=16)
     write_support(folder)
     commands = [
         command for command in in_markdown(ROOT / "docs" / "language-models.md") if "runs/support" in command.text
