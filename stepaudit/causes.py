@@ -39,6 +39,11 @@ KINDS = {
         "sum over samples before anything that is not linear; a contrastive loss needs the embeddings of the whole step first "
         "(gradient caching)",
     ),
+    "gathered_without_gradient": Cause(
+        "the loss compares the samples of all processes, but those of other processes come without a gradient",
+        "gather with a gradient: torch.distributed.nn.functional.all_gather, not accelerator.gather or "
+        "torch.distributed.all_gather",
+    ),
     "expert_balance": Cause(
         "the balance loss of experts is computed from the tokens of a micro-batch",
         "set its coefficient to 0 (router_aux_loss_coef=0.0), or balance with counts of the whole step",

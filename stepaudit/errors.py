@@ -1,5 +1,6 @@
 """Defines the error for people's mistakes, and the hint that names what was probably meant."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -20,11 +21,17 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
     >>> nearest("learning_rte", ["learning_rate", "seed"])
     'did you mean learning_rate?'
+    >>> nearest("qwen3_8b", ["llama3_8b_lora_3090", "qwen3_0.6b_sft_3090"])
+    'did you mean qwen3_0.6b_sft_3090?'
     >>> nearest("zzz", ["learning_rate", "seed"])
     'valid names: learning_rate, seed'
     """
     valid = sorted(valid)
-    close = get_close_matches(name, valid, n=3, cutoff=0.6)
+    begin = re.split(r"[_.-]", name)[0]
+    close = (
+        get_close_matches(name, valid, n=3, cutoff=0.6)
+        or [other for other in valid if len(begin) > 2 and re.split(r"[_.-]", other)[0] == begin][:3]
+    )
     if close:
         return f"did you mean {' or '.join(close)}?"
     names = ", ".join(valid)

@@ -277,6 +277,11 @@ def _explain_gradient(
         return [Finding("batch_size", place, f"{sizes[1]} samples, {sizes[0]} in the reference")]
     ratio = float(true_gradient @ gradient / (true_gradient @ true_gradient)) if true_gradient.any() else float("inf")
     is_multiple = _ratio(gradient - ratio * true_gradient, _norm(gradient)) <= margin
+    is_mixed = any(finding.cause == "mixed_loss" for finding in _find_facts(reference, processes, place))
+    if (
+        is_mixed and num_processes > 1 and abs(loss_ratio - 1) <= tolerance
+    ):  # it has the samples of other processes, then
+        return [Finding("gathered_without_gradient", place, f"{ratio:.4g} times the gradient, and the whole loss")]
     if recording.honours_num_items is False and k * num_processes > 1:
         finding = Finding("ignores_num_items", f"{recording.model}, {place}", f"{ratio:.4g} times the gradient")
         return [finding, *([] if is_multiple else _find_facts(reference, processes, place))]

@@ -124,11 +124,12 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
     ViTConfig(**shape, image_size=224, patch_size=32, architectures=["ViTForImageClassification"]).save_pretrained(
         tmp_path
     )
-    line = f"plan --model_name_or_path {tmp_path} --global_batch_size 64 --on 2xt4"
+    line = f"plan --model_name_or_path {tmp_path} --on 2xt4"
     assert "there is no formula" in run(monkeypatch, capsys, line)[2]
     code, out, _ = run(monkeypatch, capsys, f"{line} --trace --optimizer sgd")
     assert code == 0
     assert "GFLOP per image" in out
+    assert "global batch 64" in in_one_line(out)
     assert "GB on fake tensors, with whole weights" in in_one_line(out)
     assert (
         "formula" not in in_one_line(out).split("fake tensors")[1]
@@ -140,6 +141,10 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
     [
         ("plan", "it needs a recipe"),
         ("plan nothing", "unknown recipe"),
+        (
+            "plan qwen3_8b",
+            "did you mean qwen3_0.6b_sft_3090? Another model of its kind trains with --model_name_or_path",
+        ),
         ("plan bert_base --num_processes 0", "num_processes is 0"),
         ("plan bert_base --num_procs 2", "did you mean --num_processes"),
         ("plan bert_base --mixed_precision fp8", "must be one of no, bf16, fp16"),
@@ -165,7 +170,6 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
             "plan --model_name_or_path Qwen/Qwen3-8B --global_batch_size 8 --seq_len 8 --optimizer sgd",
             "with AdamW: leave it",
         ),
-        ("plan --model_name_or_path CONFIG --seq_len 8", "global_batch_size is missing"),
         ("plan --model_name_or_path CONFIG --global_batch_size 8", "reads tokens: --seq_len is missing"),
         (f"{MODEL} --num_train_epochs 2", "num_train_epochs needs num_train_samples"),
         (f"{MODEL} --max_train_steps 1 --num_train_epochs 2 --num_train_samples 9", "are both given: leave one out"),

@@ -121,6 +121,17 @@ def test_a_second_node_is_no_brake():
     assert slow.all_reduce_seconds["ring"] > 100 * two.all_reduce_seconds["ring"]
 
 
+def test_processes_sum_the_gradients_of_what_is_trained():
+    """Those of the adapters are 79 MB, of 8 billion parameters."""
+    placement, whole = (plan(name, "8xa100-80") for name in ("llama3_8b_lora_3090", "llama3_8b_sft_8xa100"))
+    assert placement.all_reduce_seconds["ring"] < whole.all_reduce_seconds["ring"] / 50
+    trained = placement.workload.model.num_trained
+    assert 7e7 < 4 * trained < 9e7
+    device = placement.hardware.device
+    seconds = 2 * (8 - 1) * (4 * trained / 8 / (device.link_gb_per_s * 1e9) + device.link_latency_us / 1e6)
+    assert placement.all_reduce_seconds["ring"] == pytest.approx(seconds, rel=1e-6)
+
+
 def test_network_is_a_flag_of_plan_and_scale(monkeypatch, capsys):
     def seconds(flags: str) -> float:
         code, out, _ = run(monkeypatch, capsys, f"plan bert_base --on 2x8xa100-80 --json {flags}")

@@ -39,7 +39,9 @@ class ModelSettings:
 
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
-    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
+    global_batch_size: int = setting(
+        "samples per optimizer step, over all processes and micro-batches", BATCH, default=64
+    )
     optimizer: str = setting("adamw, or sgd with momentum", choice("adamw", "sgd"), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(

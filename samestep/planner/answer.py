@@ -117,6 +117,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
     model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
     answer: dict[str, Any] = {
         "num_parameters": model.num_parameters,
+        "num_trained": count_trained(model),
         "states": workload.state_bytes,
         "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
         "second_moment": workload.second_moment,

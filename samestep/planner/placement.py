@@ -13,7 +13,7 @@ from samestep.cut.layout import Layout, shares, solve_layout
 from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
 from samestep.planner.hardware import Hardware
-from samestep.planner.memory import Memory
+from samestep.planner.memory import Memory, count_trained
 from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
 from samestep.planner.workload import Workload
 from samestep.recipe.launches import Refusal
@@ -118,7 +118,7 @@ class Placement:
 
         Over several nodes the network is taken for every message. A broadcast takes half of `naive` or of `tree`.
         """
-        device, num_bytes = self.hardware.device, 4 * self.workload.model.num_parameters
+        device, num_bytes = self.hardware.device, 4 * count_trained(self.workload.model)
         link = device.link_gb_per_s * 1e9, device.link_latency_us / 1e6
         if self.hardware.num_nodes > 1:
             bandwidth = min(device.link_gb_per_s, self.hardware.network_gb_per_s)

@@ -348,7 +348,7 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         seconds = ", ".join(
             f"{name.replace('_', ' ')} {value:.2g}" for name, value in answer["all_reduce_seconds"].items()
         )
-        size = _size(4 * answer["num_parameters"])
+        size = _size(4 * answer["num_trained"])
         yield "all-reduce", f"{size} of gradients over links at their full rate, seconds: {seconds}"
 
 

@@ -1507,8 +1507,10 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
     """Read a recipe's values, laid over its base's; `ancestors` are the recipes that extend it."""
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in catalog_names():
+        hint = nearest(name_or_file, catalog_names())
         raise UsageError(
-            f"unknown recipe {format_value(name_or_file)}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
+            f"unknown recipe {format_value(name_or_file)}: {hint}{'' if hint.endswith('?') else '.'} Another model of its kind "
+            "trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
         )
     path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
     if name_or_file in ancestors:
