@@ -371,7 +371,9 @@ def test_values_that_are_no_text_are_named_by_their_column(tmp_path):
     first, second, third = map(str, raised.value.problems)
     assert first == "data.jsonl:1: 'body' holds list, not text"
     assert second == "data.jsonl:3: 'body' holds dict, not text"
-    assert third.startswith("data.jsonl:5: no column 'body', only 'text'; --on_bad_row skip leaves out these 3 of 6")
+    assert third.startswith(
+        "data.jsonl:5: no column 'body', only 'text'; --on_bad_row skip leaves out these 3 rows of 6"
+    )
     loaded = load("data.jsonl", text_column="body", on_bad_row="skip")
     assert loaded["text"][:] == ["fine", "too"]
     with pytest.raises(UsageError, match=r"data\.parquet:1: 'body' holds list, not text \(2 rows"):

@@ -284,7 +284,7 @@ def test_labels_that_would_be_taken_for_something_else(labels, message):
 def test_every_spelling_of_a_missing_label_is_one(tmp_path, kind, missing):
     rows = [(f"text {place}", "", "ab"[place % 2] if place % 5 else missing) for place in range(20)]
     file = write(tmp_path / f"rows.{kind}", rows)
-    with pytest.raises(UsageError, match=r"'label' has no label.* leaves out these 4 of 20 rows"):
+    with pytest.raises(UsageError, match=r"'label' has no label.* leaves out these 4 rows of 20"):
         load_texts(train_file=[file])
     train, _ = labelled_texts.build(make_recipe(file, validation_fraction=0.0), on_bad_row="skip")
     assert (train.classes, len(train)) == (["a", "b"], 16)
@@ -310,7 +310,7 @@ def test_all_kinds_of_faults_of_a_file_are_named_at_once(tmp_path):
         labelled_texts.build(make_recipe(tmp_path / "rows.csv"))
     texts = [str(problem) for problem in raised.value.problems]
     assert [text.split("rows.csv:")[1][:2] for text in texts] == ["3:", "4:", "5:"]
-    assert "--on_bad_row skip leaves out these 4 of 6 rows" in texts[-1]
+    assert "--on_bad_row skip leaves out these 4 rows of 6" in texts[-1]
     train, _ = labelled_texts.build(make_recipe(tmp_path / "rows.csv", validation_fraction=0.0), on_bad_row="skip")
     assert train.rows["text"][:] == ["fine", "fine"]
     (report,) = train.row_reports

@@ -35,7 +35,7 @@ else:
     Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
-ROWS = Features(dict.fromkeys(("text", "unused", "place", "problem"), Value("string"))) if datasets else None
+ROWS = Features(dict.fromkeys(("text", "problem"), Value("string"))) if datasets else None
 BLANK = "no visible character"
 """What is said of a row that is no document; it is no fault."""
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
@@ -96,24 +96,20 @@ def load_documents(
 
 
 def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
-    """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all tables at once."""
-    problems = [problem for table in sources for problem in _find_faults(table)[0]]
+    """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all sources at once."""
+    notes = [row_report.read_notes(source) for source in sources]
+    faults = [[problem for problem in note.problems if problem.reason != BLANK] for note in notes]
     if on_bad_row == "refuse":
-        row_report.refuse(problems, sum(map(len, sources)))
+        row_report.refuse(
+            [problem for problems in faults for problem in problems], sum(note.num_rows for note in notes)
+        )
     good = []
-    for table in sources:
-        rows = row_report.select_good(table) if "problem" in table.column_names else table
+    for source, note, problems in zip(sources, notes, faults, strict=True):
+        rows = row_report.select_good(source) if "problem" in source.column_names else source
         if not len(rows):
-            row_report.refuse(_find_faults(table)[0], len(table))
+            row_report.refuse(problems, note.num_rows)
         good.append(rows if rows.column_names == ["text"] else rows.select_columns("text"))
     return good
-
-
-def _find_faults(table: Dataset) -> tuple[list[row_report.Problem], list[row_report.Problem]]:
-    """Find the rows that cannot be used, and those that are no documents."""
-    problems = row_report.find_problems(table) if "problem" in table.column_names else []
-    bad = [problem for problem in problems if problem.reason != BLANK]
-    return bad, [problem for problem in problems if problem.reason == BLANK]
 
 
 class _Table(NamedTuple):
@@ -260,24 +256,25 @@ def _report(
     recipe: TextPretraining, field: str, table: _Table, num_held_out: int, txt_documents: str
 ) -> row_report.RowReport:
     """Report on the rows of the source that a field of the recipe names."""
-    bad, blank = _find_faults(table.rows)
-    num_used = len(table.rows) - len(bad) - len(blank)
-    unused = dict.fromkeys(table.unused, len(table.rows) + table.num_blank)
+    found = row_report.read_notes(table.rows)
+    bad = [problem for problem in found.problems if problem.reason != BLANK]
+    num_used = found.num_rows - len(found.problems)
+    unused = dict.fromkeys(table.unused, found.num_rows + table.num_blank) | found.unused
     notes = [f"left out: {table.num_blank:,}, {BLANK}"] if table.num_blank else []
-    has_columns = field == "dataset_name" and recipe.dataset_name not in BUILTIN
-    if field != "dataset_name":
+    columns = found.columns
+    if field == "dataset_name":
+        columns = [] if recipe.dataset_name in BUILTIN else [recipe.text_column]
+    else:
         files = find_files(getattr(recipe, field), READERS)[0]
         notes = [describe_files(files, num_used, txt_documents), *describe_sources(getattr(recipe, field), READERS)]
-        has_columns = any(Path(file).suffix.lower() != ".txt" for file in files)
-        unused = row_report.count_unused(table.rows)
     return row_report.RowReport(
         f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field,
-        num_read=len(table.rows) + table.num_blank,
+        num_read=found.num_rows + table.num_blank,
         num_used=num_used,
         num_held_out=num_held_out,
         bad=bad,
-        left_out=blank,
-        columns=[recipe.text_column] if has_columns else [],
+        left_out=[problem for problem in found.problems if problem.reason == BLANK],
+        columns=columns,
         unused=unused,
         notes=notes,
     )
@@ -526,12 +523,16 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
     readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
         is_empty = True
+        unused: Counter[tuple[str, ...] | None] = Counter()  # names of a row's other columns; None: it has none
         try:
-            for number, text, unused in readers[Path(file).suffix.lower()](file, text_column):
-                problem = _find_fault(text, text_column)
-                row = {"text": None if problem else text, "unused": unused}
-                is_empty = is_empty and problem == BLANK
-                yield row | {"place": f"{file}:{number}" if problem else None, "problem": problem}
+            for number, text, others in readers[Path(file).suffix.lower()](file, text_column):
+                unused[others] += 1
+                if problem := _find_fault(text, text_column):
+                    is_empty = is_empty and problem == BLANK
+                    yield {"text": None, "problem": row_report.write_problem(f"{file}:{number}", problem)}
+                else:
+                    is_empty = False
+                    yield {"text": text, "problem": None}
         except UsageError:
             raise
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
@@ -540,6 +541,11 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
             ) from error
         if is_empty:
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
+        if set(unused) != {None}:
+            counts: Counter[str] = Counter()
+            for names, count in unused.items():
+                counts.update(dict.fromkeys(names or (), count))
+            yield {"text": None, "problem": row_report.write_columns([text_column], counts)}
 
 
 def _find_fault(text: object, text_column: str) -> str | None:
@@ -553,18 +559,18 @@ def _find_fault(text: object, text_column: str) -> str | None:
     return find_fault_of_text(text) or (None if _visible(text) else BLANK)
 
 
-def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
+def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
     for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
             number, text = _join(
                 file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
             )
-            yield number, text.removesuffix("\n"), ""
+            yield number, text.removesuffix("\n"), None
 
 
-def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
+def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
     rule = "with txt_documents files it is one document. Cut it into several files"
-    yield *_join(file, read_lines(file), "no end", rule), ""
+    yield *_join(file, read_lines(file), "no end", rule), None
 
 
 def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> tuple[int, str]:
@@ -695,35 +701,37 @@ def find_fault_of_text(text: str) -> str | None:
     return f"half of a surrogate pair in {shorten(text)!r}. Remove it."
 
 
-def _pick(read: Callable[[str], Iterator], file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
+def _pick(
+    read: Callable[[str], Iterator], file: str, text_column: str
+) -> Iterator[tuple[int, object, tuple[str, ...]]]:
     """Read line number, text and the names of other columns of each row that `read` reads of a file.
 
     Raises:
         UsageError: the first row has no such column; of others it is a `BadRow`.
     """
-    unused: dict[tuple[str, ...], str] = {}
+    unused: dict[tuple[str, ...], tuple[str, ...]] = {}
     for number, row in read(file):
         if isinstance(row, BadRow):
-            yield number, row, ""
+            yield number, row, ()
         elif text_column not in row:
             is_table = Path(file).suffix.lower() in (".csv", ".tsv")
             problem = _no_column(file if is_table else f"{file}:{number}", text_column, list(row))
             if not unused:
                 raise UsageError(problem)
-            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}"), ""
+            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}"), ()
         else:
             present = tuple(row)
             if present not in unused:
-                unused[present] = row_report.write_unused(name for name in present if name != text_column)
+                unused[present] = tuple(name for name in present if name != text_column)
             yield number, row[text_column], unused[present]
 
 
-def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
+def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, tuple[str, ...]]]:
     with parquet.ParquetFile(file) as table:
         names = table.schema_arrow.names
         if text_column not in names:
             raise UsageError(_no_column(file, text_column, names))
-        unused = row_report.write_unused(name for name in names if name != text_column)
+        unused = tuple(name for name in names if name != text_column)
         number = 0
         for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
             for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020

@@ -40,11 +40,7 @@ else:
     )
 
 PARTS_OF_ROW = ("text", "pair", "label")
-FEATURES = (
-    Features(dict.fromkeys((*PARTS_OF_ROW, "columns", "unused", "place", "problem"), Value("string")))
-    if datasets
-    else None
-)
+FEATURES = Features(dict.fromkeys((*PARTS_OF_ROW, "problem"), Value("string"))) if datasets else None
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence"}
 """Names of the columns of a pair, as in GLUE (Wang et al. 2019, 1804.07461)."""
 TEXTS = ("text", "sentence", "review", "content")
@@ -152,16 +148,17 @@ def load_texts(
     return _take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
 
 
-def _take_good(tables: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
-    """Leave rows that cannot be used out, or refuse those of all tables at once."""
-    problems = [problem for table in tables for problem in row_report.find_problems(table)]
-    num_rows = sum(map(len, tables))
-    if on_bad_row == "refuse" or len(problems) == num_rows:
-        row_report.refuse(problems, num_rows)
-    good = [row_report.select_good(table) for table in tables]
-    for table, rows in zip(tables, good, strict=True):
+def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
+    """Leave rows that cannot be used out, or refuse those of all sources at once."""
+    notes = [row_report.read_notes(source) for source in sources]
+    if on_bad_row == "refuse":
+        row_report.refuse(
+            [problem for note in notes for problem in note.problems], sum(note.num_rows for note in notes)
+        )
+    good = [row_report.select_good(source) for source in sources]
+    for rows, note in zip(good, notes, strict=True):
         if not len(rows):
-            row_report.refuse(row_report.find_problems(table), len(table))
+            row_report.refuse(note.problems, note.num_rows)
     return [rows.select_columns(list(PARTS_OF_ROW)) for rows in good]
 
 
@@ -197,28 +194,27 @@ def _load_rows(
     classes = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
 
     names = (text, pair, label)
-    unused = [name for name in dataset.column_names if name not in names]
 
     def row(values: dict[str, Any], place: int) -> dict[str, Any]:
         value = values[label] if classes is None else classes[values[label]] if values[label] >= 0 else None
         sample = values[text], values[pair] if pair else None, value
-        return _make_row(sample, names, unused, f"{location}, split {split!r}, row {place}", needs_label)
+        return _make_row(sample, names, f"{location}, split {split!r}, row {place}", needs_label)
 
-    return dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
+    rows = dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
+    unused = {name: len(dataset) for name in dataset.column_names if name not in names}
+    last = dict.fromkeys(FEATURES) | {"problem": row_report.write_columns(filter(None, names), unused)}
+    return datasets.concatenate_datasets([rows, Dataset.from_list([last], features=FEATURES)])
 
 
 def _make_row(
-    values: tuple[Any, Any, Any], names: Sequence[str | None], unused: Sequence[str], place: str, needs_label: bool
+    values: tuple[Any, Any, Any], names: Sequence[str | None], place: str, needs_label: bool
 ) -> dict[str, Any]:
     """Make a row of `FEATURES` of the values of text, pair and label; it has a `problem` where they cannot be used.
 
     Args:
         names: of the columns of text, pair and label.
-        unused: names of the other columns.
         place: file and line, or the like.
     """
-    columns = ", ".join(filter(None, names))
-    row = dict.fromkeys(PARTS_OF_ROW) | {"columns": columns, "unused": row_report.write_unused(unused), "place": place}
     try:
         for value, name in zip(values[:2], names[:2], strict=True):
             if name is not None:
@@ -228,8 +224,12 @@ def _make_row(
             written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
             raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
     except UsageError as error:
-        return row | {"problem": str(error)}
-    return row | {"text": values[0], "pair": values[1], "label": label, "problem": None}
+        return _make_bad_row(place, str(error))
+    return {"text": values[0], "pair": values[1], "label": label, "problem": None}
+
+
+def _make_bad_row(place: str, problem: str) -> dict[str, Any]:
+    return dict.fromkeys(FEATURES) | {"problem": row_report.write_problem(place, problem)}
 
 
 def _check_text(value: Any, name: str) -> None:
@@ -476,16 +476,16 @@ def build(
     for table, name, cut, files in zip(
         tables, names, num_cut, (recipe.train_file, recipe.validation_file), strict=False
     ):
-        bad = row_report.find_problems(table)
+        found = row_report.read_notes(table)
         report = row_report.RowReport(
             name,
-            num_read=len(table),
-            num_used=len(table) - len(bad),
+            num_read=found.num_rows,
+            num_used=found.num_rows - len(found.problems),
             num_cut=cut,
             num_held_out=0 if others else num_rows - len(rows),
-            bad=bad,
-            columns=next(filter(None, table[:100]["columns"]), "").split(", "),
-            unused=row_report.count_unused(table),
+            bad=found.problems,
+            columns=found.columns,
+            unused=found.unused,
             notes=[
                 *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
                 *(documents.describe_sources(files, READERS) if files else []),
@@ -631,29 +631,30 @@ def _source() -> str:
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
     """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
-    current: str | None = None
-    names: Any = ()
-    unused: dict[tuple[str, ...], list[str]] = {}
-    for file, number, values in read_rows(files):
-        place = f"{file}:{number}"
-        if isinstance(values, BadRow):
-            yield dict.fromkeys(FEATURES) | {"place": place, "problem": str(values)}
-            continue
-        if file != current or not all(name in values for name in names if name is not None):
-            try:
-                names = columns.find(place, list(values), needs_label)
-            except UsageError as error:
-                if file != current:
-                    raise
-                problem = row_report.strip_place(error, place)
-                yield dict.fromkeys(FEATURES) | {"place": place, "problem": problem}
+    for file in files:
+        names: Any = None
+        shapes: Counter[tuple[str, ...]] = Counter()  # names of the columns of a row -> rows
+        for _, number, values in read_rows([file]):
+            place = f"{file}:{number}"
+            if isinstance(values, BadRow):
+                yield _make_bad_row(place, str(values))
                 continue
-            current, unused = file, {}
-        present = tuple(values)
-        if present not in unused:
-            unused[present] = [name for name in present if name not in names]
-        row = tuple(None if name is None else values[name] for name in names)
-        yield _make_row(row, names, unused[present], place, needs_label)
+            if names is None or not all(name in values for name in names if name is not None):
+                try:
+                    names = columns.find(place, list(values), needs_label)
+                except UsageError as error:
+                    if names is None:
+                        raise
+                    yield _make_bad_row(place, row_report.strip_place(error, place))
+                    continue
+            shapes[tuple(values)] += 1
+            row = tuple(None if name is None else values[name] for name in names)
+            yield _make_row(row, names, place, needs_label)
+        if names is not None:
+            unused: Counter[str] = Counter()
+            for shape, count in shapes.items():
+                unused.update({name: count for name in shape if name not in names})
+            yield dict.fromkeys(FEATURES) | {"problem": row_report.write_columns(filter(None, names), unused)}
 
 
 def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
@@ -711,4 +712,4 @@ def _python_docs_parts() -> Iterator[dict[str, str | None]]:
             sources.setdefault(" ".join(paragraph.split()), set()).add(part)
     for text, parts in sources.items():
         if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
-            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts)), "columns": "text, label"}
+            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts))}

@@ -187,6 +187,50 @@ def find_problems(rows: "Dataset") -> list[Problem]:
     return [Problem(*pair) for pair in zip(*(table[name].to_pylist() for name in ("place", "problem")), strict=True)]
 
 
+def write_problem(place: str, reason: str) -> str:
+    """Write the problem of a row for a table's column `problem`, from which `read_notes` reads it.
+
+    One column costs less than one each for the place and the names of columns, which are empty in nearly all rows.
+    """
+    return json.dumps([place, reason])
+
+
+def write_columns(columns: Iterable[str], unused: Mapping[str, int]) -> str:
+    """Write for the column `problem` of an entry that is no row: columns that are used, and rows of those that are not."""
+    return json.dumps({"columns": list(columns), "unused": dict(unused)})
+
+
+class Notes(NamedTuple):
+    """What a table's column `problem` holds.
+
+    Attributes:
+        num_rows: rows, with those that have a problem.
+        problems: those of rows.
+        columns: columns that are used.
+        unused: columns that are not used -> rows that have them.
+    """
+
+    num_rows: int
+    problems: list[Problem]
+    columns: list[str]
+    unused: dict[str, int]
+
+
+def read_notes(rows: "Dataset") -> Notes:
+    """Read what `write_problem` and `write_columns` wrote into a table; one without a column `problem` has no problems."""
+    if "problem" not in rows.column_names:
+        return Notes(len(rows), [], [], {})
+    texts = rows.with_format("arrow").select_columns("problem")[:]["problem"].drop_null().to_pylist()
+    values = [json.loads(text) for text in texts]
+    entries: list[dict[str, Any]] = [value for value in values if isinstance(value, dict)]
+    unused: Counter[str] = Counter()
+    for entry in entries:
+        unused.update(entry["unused"])
+    columns = list(dict.fromkeys(name for entry in entries for name in entry["columns"]))
+    problems = [Problem(*value) for value in values if isinstance(value, list)]
+    return Notes(len(rows) - len(entries), problems, columns, dict(unused.most_common()))
+
+
 def select_good(rows: "Dataset") -> "Dataset":
     """Select the rows whose column `problem` is null; the same object where all are."""
     problems = rows.with_format("arrow").select_columns("problem")[:]["problem"]
