@@ -35,7 +35,6 @@ else:
     Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
-ROWS = Features(dict.fromkeys(("text", "problem"), Value("string"))) if datasets else None
 BLANK = "no visible character"
 """What is said of a row that is no document; it is no fault."""
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
@@ -92,38 +91,7 @@ def load_documents(
     """
     source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "text_column": text_column}
     source |= {"dataset_config_name": dataset_config_name, "split": split, "txt_documents": txt_documents}
-    return _take_good([_load_rows(**source, num_proc=num_proc).rows], on_bad_row)[0]
-
-
-def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
-    """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all sources at once."""
-    notes = [row_report.read_notes(source) for source in sources]
-    faults = [[problem for problem in note.problems if problem.reason != BLANK] for note in notes]
-    if on_bad_row == "refuse":
-        row_report.refuse(
-            [problem for problems in faults for problem in problems], sum(note.num_rows for note in notes)
-        )
-    good = []
-    for source, note, problems in zip(sources, notes, faults, strict=True):
-        rows = row_report.select_good(source) if "problem" in source.column_names else source
-        if not len(rows):
-            row_report.refuse(problems, note.num_rows)
-        good.append(rows if rows.column_names == ["text"] else rows.select_columns("text"))
-    return good
-
-
-class _Table(NamedTuple):
-    """Rows of a source.
-
-    Attributes:
-        rows: of `ROWS`, or documents alone.
-        num_blank: rows that were no documents, and are not in `rows`.
-        unused: columns that are not in `rows`.
-    """
-
-    rows: Dataset
-    num_blank: int = 0
-    unused: tuple[str, ...] = ()
+    return row_report.take_good([_load_rows(**source, num_proc=num_proc)], on_bad_row)[0]
 
 
 def _load_rows(
@@ -135,8 +103,8 @@ def _load_rows(
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
-) -> _Table:
-    """Load rows as `load_documents` does, of files with those that are no documents, and what `row_report` needs to know."""
+) -> row_report.Table:
+    """Load documents as `load_documents` does, and what is known of rows that are none."""
     if (not train_file) == (not dataset_name):
         sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
         raise UsageError(
@@ -151,12 +119,13 @@ def _load_rows(
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
     if builtin:
-        return _Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version))
+        return row_report.Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version), row_report.Notes())
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
         options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
-        return _Table(cache_rows(_read, ROWS, key=(key, options), num_proc=workers, files=files, **options))
+        rows = cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
+        return row_report.split_notes(rows)
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
@@ -241,7 +210,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
     sources = [_load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
         sources.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
-    documents, *others = _take_good([table.rows for table in sources], on_bad_row)
+    documents, *others = row_report.take_good(sources, on_bad_row)
     if others:
         train, held_out, num_held_out = documents, others[0], 0
     else:
@@ -253,29 +222,22 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
 
 
 def _report(
-    recipe: TextPretraining, field: str, table: _Table, num_held_out: int, txt_documents: str
+    recipe: TextPretraining, field: str, table: row_report.Table, num_held_out: int, txt_documents: str
 ) -> row_report.RowReport:
     """Report on the rows of the source that a field of the recipe names."""
-    found = row_report.read_notes(table.rows)
-    bad = [problem for problem in found.problems if problem.reason != BLANK]
-    num_used = found.num_rows - len(found.problems)
-    unused = dict.fromkeys(table.unused, found.num_rows + table.num_blank) | found.unused
-    notes = [f"left out: {table.num_blank:,}, {BLANK}"] if table.num_blank else []
-    columns = found.columns
-    if field == "dataset_name":
-        columns = [] if recipe.dataset_name in BUILTIN else [recipe.text_column]
-    else:
+    notes = table.notes.describe_blank()
+    if field != "dataset_name":
         files = find_files(getattr(recipe, field), READERS)[0]
-        notes = [describe_files(files, num_used, txt_documents), *describe_sources(getattr(recipe, field), READERS)]
+        notes.append(describe_files(files, len(table.rows), txt_documents))
+        notes += describe_sources(getattr(recipe, field), READERS)
     return row_report.RowReport(
         f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field,
-        num_read=found.num_rows + table.num_blank,
-        num_used=num_used,
+        num_read=table.num_read,
+        num_used=len(table.rows),
         num_held_out=num_held_out,
-        bad=bad,
-        left_out=[problem for problem in found.problems if problem.reason == BLANK],
-        columns=columns,
-        unused=unused,
+        bad=table.notes.problems,
+        columns=table.notes.columns,
+        unused=table.notes.unused,
         notes=notes,
     )
 
@@ -399,11 +361,11 @@ def load_hub(
         ) from error
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> _Table:
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> row_report.Table:
     documents = load_hub(name, config, split, num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
-    unused = tuple(column for column in documents.column_names if column != text_column)
+    unused = Counter({column: len(documents) for column in documents.column_names if column != text_column})
     documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
     feature = documents.features["text"]
     if feature not in (Value("string"), Value("large_string")):
@@ -414,7 +376,8 @@ def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: 
     if not len(visible):
         raise UsageError(f"dataset_name {name!r} holds no document: column {text_column!r} is empty in every row.")
     num_blank = len(documents) - len(visible)
-    return _Table(visible if num_blank else documents, num_blank, unused)
+    notes = row_report.Notes(num_blank=num_blank, columns=[text_column], unused=unused)
+    return row_report.Table(visible if num_blank else documents, notes)
 
 
 def _visible(text: str | None) -> bool:
@@ -519,20 +482,26 @@ def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
 
 
 def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str | None]]:
-    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
+    """Read the documents of the files, one at a time, and behind those of a file its `row_report.Notes`.
+
+    Raises:
+        UsageError: a fault that is not one row's.
+    """
     readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
-        is_empty = True
-        unused: Counter[tuple[str, ...] | None] = Counter()  # names of a row's other columns; None: it has none
+        is_empty, notes = True, row_report.Notes()
+        shapes = row_report.Shapes()  # names of a row's other columns; None: it has no columns
         try:
             for number, text, others in readers[Path(file).suffix.lower()](file, text_column):
-                unused[others] += 1
-                if problem := _find_fault(text, text_column):
-                    is_empty = is_empty and problem == BLANK
-                    yield {"text": None, "problem": row_report.write_problem(f"{file}:{number}", problem)}
+                shapes.count(others)
+                if (problem := _find_fault(text, text_column)) is None:
+                    is_empty = False
+                    yield {"text": text}
+                elif problem == BLANK:
+                    notes.add_blank(f"{file}:{number}")
                 else:
                     is_empty = False
-                    yield {"text": text, "problem": None}
+                    notes.problems.append(row_report.Problem(f"{file}:{number}", problem))
         except UsageError:
             raise
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
@@ -541,22 +510,22 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
             ) from error
         if is_empty:
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
-        if set(unused) != {None}:
-            counts: Counter[str] = Counter()
-            for names, count in unused.items():
-                counts.update(dict.fromkeys(names or (), count))
-            yield {"text": None, "problem": row_report.write_columns([text_column], counts)}
+        for names, count in shapes.read():
+            if names is not None:
+                notes.columns = [text_column]
+                notes.unused.update(dict.fromkeys(names, count))
+        yield from notes.write(FEATURES)
 
 
 def _find_fault(text: object, text_column: str) -> str | None:
     """Say why a value is no document; None: it is one."""
+    if type(text) is str:  # nearly all of them; no `BadRow`
+        return (None if text.isascii() else find_fault_of_text(text)) or (None if _visible(text) else BLANK)
     if isinstance(text, BadRow):
         return str(text)
     if text is None or (isinstance(text, float) and text != text):  # NaN
         return BLANK
-    if not isinstance(text, str):
-        return f"{text_column!r} holds {type(text).__name__}, not text"
-    return find_fault_of_text(text) or (None if _visible(text) else BLANK)
+    return f"{text_column!r} holds {type(text).__name__}, not text"
 
 
 def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
@@ -709,21 +678,22 @@ def _pick(
     Raises:
         UsageError: the first row has no such column; of others it is a `BadRow`.
     """
-    unused: dict[tuple[str, ...], tuple[str, ...]] = {}
+    present: tuple[str, ...] | None = None
+    unused: tuple[str, ...] = ()
     for number, row in read(file):
         if isinstance(row, BadRow):
             yield number, row, ()
-        elif text_column not in row:
-            is_table = Path(file).suffix.lower() in (".csv", ".tsv")
-            problem = _no_column(file if is_table else f"{file}:{number}", text_column, list(row))
-            if not unused:
-                raise UsageError(problem)
-            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}"), ()
-        else:
-            present = tuple(row)
-            if present not in unused:
-                unused[present] = tuple(name for name in present if name != text_column)
-            yield number, row[text_column], unused[present]
+            continue
+        names = tuple(row)
+        if names != present:
+            if text_column not in row:
+                if present is None:
+                    is_table = Path(file).suffix.lower() in (".csv", ".tsv")
+                    raise UsageError(_no_column(file if is_table else f"{file}:{number}", text_column, list(row)))
+                yield number, BadRow(f"no column {text_column!r}, only {list_names(names)}"), ()
+                continue
+            present, unused = names, tuple(name for name in names if name != text_column)
+        yield number, row[text_column], unused
 
 
 def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, tuple[str, ...]]]:

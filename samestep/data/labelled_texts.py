@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 import sys
 from collections import Counter
@@ -40,7 +41,7 @@ else:
     )
 
 PARTS_OF_ROW = ("text", "pair", "label")
-FEATURES = Features(dict.fromkeys((*PARTS_OF_ROW, "problem"), Value("string"))) if datasets else None
+FEATURES = Features(dict.fromkeys(PARTS_OF_ROW, Value("string"))) if datasets else None
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence"}
 """Names of the columns of a pair, as in GLUE (Wang et al. 2019, 1804.07461)."""
 TEXTS = ("text", "sentence", "review", "content")
@@ -145,21 +146,7 @@ def load_texts(
     """
     source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "split": split}
     source |= {"dataset_config_name": dataset_config_name, "columns": columns}
-    return _take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
-
-
-def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
-    """Leave rows that cannot be used out, or refuse those of all sources at once."""
-    notes = [row_report.read_notes(source) for source in sources]
-    if on_bad_row == "refuse":
-        row_report.refuse(
-            [problem for note in notes for problem in note.problems], sum(note.num_rows for note in notes)
-        )
-    good = [row_report.select_good(source) for source in sources]
-    for rows, note in zip(good, notes, strict=True):
-        if not len(rows):
-            row_report.refuse(note.problems, note.num_rows)
-    return [rows.select_columns(list(PARTS_OF_ROW)) for rows in good]
+    return row_report.take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
 
 
 def _load_rows(
@@ -171,14 +158,15 @@ def _load_rows(
     columns: Columns = Columns(),
     needs_label: bool = True,
     num_proc: int | None = None,
-) -> Dataset:
-    """Load rows as `load_texts` does, with those that cannot be used, and what `row_report` needs to know."""
+) -> row_report.Table:
+    """Load rows as `load_texts` does, and what is known of those that cannot be used."""
     if dataset_name == BUILTIN:
-        return documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        return row_report.Table(rows, row_report.Notes())
     if train_file:
         files, keys = documents.find_files(train_file, READERS)
         options = {"columns": columns, "needs_label": needs_label}
-        return documents.cache_rows(
+        rows = documents.cache_rows(
             _read,
             FEATURES,
             key=(keys, options, _source()),
@@ -186,6 +174,7 @@ def _load_rows(
             files=files,
             **options,
         )
+        return row_report.split_notes(rows)
     if dataset_name.startswith("builtin/"):
         raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, [BUILTIN])}.")
     dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
@@ -197,39 +186,38 @@ def _load_rows(
 
     def row(values: dict[str, Any], place: int) -> dict[str, Any]:
         value = values[label] if classes is None else classes[values[label]] if values[label] >= 0 else None
-        sample = values[text], values[pair] if pair else None, value
-        return _make_row(sample, names, f"{location}, split {split!r}, row {place}", needs_label)
+        try:
+            sample = _make_row((values[text], values[pair] if pair else None, value), names, needs_label)
+        except UsageError as error:
+            problem = row_report.Problem(f"{location}, split {split!r}, row {place}", str(error))
+            return dict.fromkeys(FEATURES) | {"problem": json.dumps(problem)}
+        return sample | {"problem": None}
 
-    rows = dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
-    unused = {name: len(dataset) for name in dataset.column_names if name not in names}
-    last = dict.fromkeys(FEATURES) | {"problem": row_report.write_columns(filter(None, names), unused)}
-    return datasets.concatenate_datasets([rows, Dataset.from_list([last], features=FEATURES)])
+    features = Features({**FEATURES, "problem": Value("string")})
+    rows = dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=features)
+    problems = [json.loads(text) for text in rows.with_format("arrow")[:]["problem"].drop_null().to_pylist()]
+    notes = row_report.Notes(
+        problems=[row_report.Problem(*problem) for problem in problems],
+        columns=[name for name in names if name is not None],
+        unused=Counter({name: len(dataset) for name in dataset.column_names if name not in names}),
+    )
+    return row_report.Table(row_report.select_good(rows).select_columns(list(PARTS_OF_ROW)), notes)
 
 
-def _make_row(
-    values: tuple[Any, Any, Any], names: Sequence[str | None], place: str, needs_label: bool
-) -> dict[str, Any]:
-    """Make a row of `FEATURES` of the values of text, pair and label; it has a `problem` where they cannot be used.
+def _make_row(values: tuple[Any, Any, Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
+    """Make a row of `FEATURES` of the values of text, pair and label. Raises UsageError where they cannot be used.
 
     Args:
         names: of the columns of text, pair and label.
-        place: file and line, or the like.
     """
-    try:
-        for value, name in zip(values[:2], names[:2], strict=True):
-            if name is not None:
-                _check_text(value, name)
-        label = _read_label(values[2], names[2])
-        if needs_label and label is None:
-            written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
-            raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
-    except UsageError as error:
-        return _make_bad_row(place, str(error))
-    return {"text": values[0], "pair": values[1], "label": label, "problem": None}
-
-
-def _make_bad_row(place: str, problem: str) -> dict[str, Any]:
-    return dict.fromkeys(FEATURES) | {"problem": row_report.write_problem(place, problem)}
+    for value, name in zip(values[:2], names[:2], strict=True):
+        if name is not None:
+            _check_text(value, name)
+    label = _read_label(values[2], names[2])
+    if needs_label and label is None:
+        written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
+        raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
+    return {"text": values[0], "pair": values[1], "label": label}
 
 
 def _check_text(value: Any, name: str) -> None:
@@ -447,7 +435,7 @@ def build(
         tables.append(_load_rows(train_file=recipe.validation_file, **source))
     elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
         tables.append(_load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
-    rows, *others = _take_good(tables, on_bad_row)
+    rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
     if others:
         held_out = others[0]
@@ -476,16 +464,15 @@ def build(
     for table, name, cut, files in zip(
         tables, names, num_cut, (recipe.train_file, recipe.validation_file), strict=False
     ):
-        found = row_report.read_notes(table)
         report = row_report.RowReport(
             name,
-            num_read=found.num_rows,
-            num_used=found.num_rows - len(found.problems),
+            num_read=table.num_read,
+            num_used=len(table.rows),
             num_cut=cut,
             num_held_out=0 if others else num_rows - len(rows),
-            bad=found.problems,
-            columns=found.columns,
-            unused=found.unused,
+            bad=table.notes.problems,
+            columns=table.notes.columns,
+            unused=table.notes.unused,
             notes=[
                 *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
                 *(documents.describe_sources(files, READERS) if files else []),
@@ -630,31 +617,35 @@ def _source() -> str:
 
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
-    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
+    """Read the rows of the files, one at a time, and behind those of a file its `row_report.Notes`.
+
+    Raises:
+        UsageError: a fault that is not one row's.
+    """
     for file in files:
         names: Any = None
-        shapes: Counter[tuple[str, ...]] = Counter()  # names of the columns of a row -> rows
+        notes = row_report.Notes()
+        shapes = row_report.Shapes()  # names of the columns of a row
         for _, number, values in read_rows([file]):
             place = f"{file}:{number}"
-            if isinstance(values, BadRow):
-                yield _make_bad_row(place, str(values))
-                continue
-            if names is None or not all(name in values for name in names if name is not None):
-                try:
+            try:
+                if isinstance(values, BadRow):
+                    raise UsageError(values)
+                if names is None or not all(name in values for name in names if name is not None):
                     names = columns.find(place, list(values), needs_label)
-                except UsageError as error:
-                    if names is None:
-                        raise
-                    yield _make_bad_row(place, row_report.strip_place(error, place))
-                    continue
-            shapes[tuple(values)] += 1
-            row = tuple(None if name is None else values[name] for name in names)
-            yield _make_row(row, names, place, needs_label)
+                shapes.count(tuple(values))
+                row = _make_row(tuple(None if name is None else values[name] for name in names), names, needs_label)
+            except UsageError as error:
+                if names is None and not isinstance(values, BadRow):
+                    raise
+                notes.problems.append(row_report.Problem(place, row_report.strip_place(error, place)))
+            else:
+                yield row
         if names is not None:
-            unused: Counter[str] = Counter()
-            for shape, count in shapes.items():
-                unused.update({name: count for name in shape if name not in names})
-            yield dict.fromkeys(FEATURES) | {"problem": row_report.write_columns(filter(None, names), unused)}
+            notes.columns = [name for name in names if name is not None]
+            for shape, count in shapes.read():
+                notes.unused.update({name: count for name in shape if name not in names})
+        yield from notes.write(FEATURES)
 
 
 def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
