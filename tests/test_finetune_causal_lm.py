@@ -193,6 +193,22 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
     assert "| doctests | " in (parts / "README.md").read_text()
 
 
+def test_rows_that_cannot_be_used_are_refused_or_listed(finetune, tmp_path, capsys):
+    rows = [{"prompt": f"{number}?", "completion": f" {number}", "label": number % 4 > 0} for number in range(20)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    no_data = " ".join(f"--{field} none" for field in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
+    more = f"{SMALL} {no_data} --train_file {file} --max_train_steps 1"
+    with pytest.raises(UsageError, match="label is False, which marks an answer that is not wanted") as error:
+        finetune("refused", more)
+    assert error.value.problems[1].startswith(f"{file}:21: not a JSON object")
+    assert error.value.problems[1].endswith("; --on_bad_row skip leaves out these 6 rows of 21")
+    skipped = finetune("skipped", f"{more} --on_bad_row skip")
+    lines = [json.loads(line) for line in (skipped / "skipped_rows.jsonl").read_text().splitlines()]
+    assert [line["place"] for line in lines] == [f"{file}:{number}" for number in (1, 5, 9, 13, 17, 21)]
+    assert "train_file: 21 rows read, 15 used" in capsys.readouterr().out
+
+
 @pytest.mark.distributed
 def test_a_mixture_moves_between_numbers_of_processes(finetune, train_on, tmp_path):
     """From one process in the middle of an epoch to two, and to three: the same samples in the same steps, each as often as its

@@ -113,6 +113,16 @@ def test_pairs_have_their_question(values, prompt, kind):
     assert row["unused"] == ["id"]
 
 
+def test_pairs_of_texts_need_a_question():
+    found = read({"story": "How?", "chosen": "So.", "rejected": "No."}, wants_pairs=True)
+    assert "chosen and rejected share no beginning, so that their question is missing" in found
+    texts = {"chosen": "Human: How?\nBot: So.", "rejected": "Human: How?\nBot: No."}
+    assert read(texts | {"story": "x"}, wants_pairs=True)["unused"] == ["story"]
+    assert "post changes what the row says" in read(texts | {"post": "When?"}, wants_pairs=True)
+    more = {"post": "How?", "score_chosen": 3, "prompt_id": "x"}
+    assert sorted(read(texts | more, wants_pairs=True)["unused"]) == ["post", "prompt_id", "score_chosen"]
+
+
 def test_pairs_as_ultrafeedback_has_them():
     """What a further column repeats is no loss; what it adds is."""
     chosen, rejected = [user("How?"), assistant("So.")], [user("How?"), assistant("No.")]
@@ -170,6 +180,12 @@ def test_a_turn_that_is_not_to_be_trained(field, value):
         ({"messages": [turn("system", "x"), user("a"), assistant("b")], "system": "y"}, "system says something else"),
         ({"prompt": "[{'role': 'user' 'content': 'a'}]", "completion": "b"}, "prompt is a text that is not JSON"),
         ({"messages": [user("a"), assistant("b")], "functions": [{"name": "f"}]}, "functions is not used"),
+        (
+            {"messages": [user("a"), assistant("b")], "chat_history": [["c", "d"]]},
+            "chat_history changes what the row says",
+        ),
+        ({"messages": [user("a"), assistant("b")], "tool": [{"name": "f"}]}, "tool changes what the row says"),
+        ({"messages": [user("a"), assistant("b", label=0)]}, "label may say that it is not trained"),
         ({"mesages": [user("a"), assistant("b")]}, "--columns messages=mesages"),
     ],
 )

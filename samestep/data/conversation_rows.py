@@ -128,15 +128,10 @@ def load_sources(recipe: Any) -> list[Source]:
 
 def _report(entry: str, rows: Dataset) -> RowReport:
     """Report on the rows of a source, as far as they are read."""
-    read = [name for names in rows.unique("columns") for name in names.split(", ") if names]
-    return RowReport(
-        entry,
-        len(rows),
-        len(rows),
-        bad=find_problems(rows),
-        columns=list(dict.fromkeys(read)),
-        unused=count_unused(rows),
-    )
+    read, bad, unused = rows.unique("columns"), find_problems(rows), count_unused(rows)
+    named = dict.fromkeys(name for names in read for name in names.split(", ") if names)
+    columns = [name for name in named if unused.get(name, 0) < len(rows) - len(bad)]
+    return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused)
 
 
 def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:

@@ -5,10 +5,11 @@ columns, and fields of turns, are named as not used.
 """
 
 import ast
+import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -47,8 +48,17 @@ NOT_TRAINED = tuple(
     "masked is_masked mask_loss ignore ignored ignore_loss skip skip_loss no_loss no_train not_trained exclude".split()
 )
 """Fields that say the opposite."""
-MAY_MASK = re.compile(r"(^|_)(weights?|train\w*|loss\w*|mask\w*|learn\w*|superv\w*|ignored?|skip\w*|target)(_|$)", re.I)
+MAY_MASK = re.compile(
+    r"(^|_)(weights?|train\w*|loss\w*|mask\w*|learn\w*|superv\w*|ignored?|skip\w*|targets?|labels?)(_|$)", re.I
+)
 """Field that may say whether a turn is trained."""
+CHANGING = re.compile(
+    r"(^|_|\b)(system|prompts?|instructions?|questions?|quer(y|ies)|history|tools?|functions?|messages?|conversations?|chats?|"
+    r"dialog(ue)?s?|contexts?|inputs?|posts?|problems?|persona|chosen|rejected|images?|audios?|videos?)$",
+    re.I,
+)
+"""Column of another name that may change what a row says, if it holds texts."""
+SAID = 20  # characters of a text that may be a part of another one
 NUMBERS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1}
 TURNS_AS_TEXT = re.compile(r"\s*\[?\s*\{\s*(['\"])(role|from|content|value|weight|name)\1\s*:")
 PLAIN_TURN = {"role", "content"}
@@ -161,7 +171,7 @@ class RowReader:
             raise UsageError(f"it holds a value that JSON has not: {reason(error)}") from None
         self.first, self.has_turns = first or plan, has_turns
         unused += sorted(self.fields)
-        return {"columns": plan.columns, "row": text, "unused": write_unused(unused)}
+        return {"columns": plan.columns, "row": text, "unused": _write_unused(tuple(unused))}
 
     def _rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Give columns the names to which `columns` maps them; those that are left out keep theirs."""
@@ -217,6 +227,9 @@ class RowReader:
         changing = [*TURNS, *QUESTIONS, *CONTEXTS, *COLUMNS["system"], *COLUMNS["history"], *COLUMNS["tools"], *MEDIA]
         changing += [*PAIR, "functions"]
         others = [name for name in find(changing) if name not in is_read]
+        others += [
+            name for name in present if name not in {*is_read, *others, *self.left_out} and CHANGING.search(name)
+        ]
         if form == "messages" and any(name in others for name in questions):
             others += [name for name in answers if name not in is_read]
         labels = find(COLUMNS["label"]) if form in ("messages", "answer") else []
@@ -304,6 +317,11 @@ class RowReader:
         is_text = all(isinstance(value, str) for value in answers)
         if is_text and (question is None or isinstance(question, str)) and plan.is_plain and not self.has_turns:
             prompt: Any = question
+            if question is None and answers[0].split(None, 1)[0] != answers[1].split(None, 1)[0]:
+                raise UsageError(
+                    "chosen and rejected share no beginning, so that their question is missing: give prompt, or say which "
+                    "column it is, --columns prompt=NAME"
+                )
         else:
             if is_text and question is None:
                 raise UsageError(
@@ -551,8 +569,12 @@ class RowReader:
         return numbers
 
 
+_write_unused = functools.lru_cache(1000)(write_unused)
+
+
 def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: Sequence[Any]) -> list[str]:
     """Check the columns that would change what a row says: they must say nothing, or what is read already; list the latter."""
+    unused = []
     for name in plan.labels:
         value = values[name]
         number = (
@@ -563,6 +585,8 @@ def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: 
                 f"{name} is {shorten(str(value))}, which marks an answer that is not wanted, but objective sft trains all: "
                 f"leave out such rows, or make pairs (chosen, rejected) of them"
             )
+        if value is not None and number is None:
+            unused.append(name)
     for name in plan.weights:
         value = values[name]
         number = value if isinstance(value, int | float) else NUMBERS.get(str(value).lower())
@@ -573,13 +597,18 @@ def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: 
             )
     others = [name for name in plan.others if _is_full(values[name])]
     if not others:
-        return []
+        return unused
     if isinstance(prompt, list):
         contents = {turn.get("content", "").strip() for turn in itertools.chain(prompt, *answers)}
-        is_said: Callable[[str], bool] = lambda text: text.strip() in contents  # noqa: E731
     else:
-        whole = "\n".join([prompt or "", *answers])
-        is_said = lambda text: text.strip() in whole  # noqa: E731
+        contents = {prompt or "", *answers}
+
+    def is_said(text: str) -> bool:
+        text = text.strip()
+        return text in contents or (
+            (len(text) >= SAID or plan.is_plain) and any(text in content for content in contents)
+        )
+
     for name in others:
         value, low = values[name], name.lower()
         if low in MEDIA:
@@ -593,12 +622,15 @@ def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: 
                 f"{name} is not used by objective sft: set objective to dpo, orpo, simpo or reward, or leave it out, --columns "
                 f"{UNUSED}={name}"
             )
+        is_known = any(low in names for names in COLUMNS.values())
+        if not is_known and not isinstance(value, str | list | dict):
+            continue  # a number says nothing that is trained
         if not all(map(is_said, _find_texts(name, value))):
             raise UsageError(
                 f"{name} changes what the row says, but is not used beside {plan.columns}: leave it out, --columns "
                 f"{UNUSED}={name}, or leave the others out"
             )
-    return others
+    return unused + others
 
 
 def _find_texts(column: str, value: Any) -> list[str]:

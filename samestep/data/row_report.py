@@ -168,7 +168,7 @@ def refuse(problems: Sequence[Problem], num_rows: int) -> None:
         lines.append(f"and {len(kinds) - MAX_KINDS} other kinds of faults")
     if len(problems) < num_rows:
         these = "this row" if len(problems) == 1 else f"these {len(problems):,} rows"
-        lines[-1] += f"; --on_bad_row skip leaves out {these} of {num_rows:,}"
+        lines[-1] = f"{lines[-1].rstrip('.')}; --on_bad_row skip leaves out {these} of {num_rows:,}"
     raise UsageError(lines)
 
 
