@@ -245,6 +245,8 @@ def test_names_that_look_like_numbers_stay_names():
     assert find_classes(["01", "1"], None) == ["01", "1"]
     assert find_classes(["1_0", "2_0"], None) == ["1_0", "2_0"]
     assert find_classes(["1.0", "good"], None) == ["1.0", "good"]
+    assert find_classes(["0,5", "1,5"], 2) == ["0,5", "1,5"]
+    assert find_classes(["1e20", "12345678901234567.0"], None) == ["12345678901234567", "1" + "0" * 20]
     assert find_classes(["none", "na", "-1"], None) == ["-1", "na", "none"]
 
 
@@ -267,6 +269,7 @@ def test_a_regression_is_said(tmp_path):
             r"numbers, not all of them whole \('0.5', '1.5', '2.5'\), but '\?' is none: mend it",
         ),
         (["0.5", "1.5", "inf"], "but 'inf' is none"),
+        (["0,5", "1", "2,5"], r"numbers with a decimal comma \('0,5', '2,5'\): write a point, or set num_labels to 3"),
         (["-100", "0", "1"], "a label of the training texts is -100, which stands for a missing one"),
         (["-100.0", "0", "1"], "a label of the training texts is -100, which stands for a missing one"),
         (["1", "1.0"], "a single label, '1': nothing can be learned"),

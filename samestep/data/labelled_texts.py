@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -524,6 +525,12 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     others = [name for name in names if not _is_number(name)]
     if num_labels == 1 or (num_labels is None and fractions and not others):
         return None
+    commas = [name for name in others if "," in name and NUMBER.fullmatch(name.replace(",", ".", 1))]
+    if num_labels is None and commas and commas == others:
+        raise UsageError(
+            f"labels of the training texts are numbers with a decimal comma ({documents.list_names(commas[:3])}): write a "
+            f"point, or set num_labels to {len(names)} if they are classes"
+        )
     if num_labels is None and fractions and len(fractions) > len(others):
         raise UsageError(
             f"labels of the training texts are numbers, not all of them whole ({documents.list_names(fractions[:3])}), but "
@@ -571,12 +578,15 @@ def _is_whole(label: str) -> bool:
     """Tell whether a label is a whole number, however it is written."""
     if label.removeprefix("-").isdecimal():
         return len(label) < MAX_DIGITS
-    return NUMBER.fullmatch(label) is not None and abs(float(label)) < 2**53 and float(label).is_integer()
+    if NUMBER.fullmatch(label) is None:
+        return False
+    value = Decimal(label)
+    return value.adjusted() < MAX_DIGITS and value == value.to_integral_value()
 
 
 def _write_whole(label: str) -> str:
     """Write a whole number as digits; what is digits stays, so that 01 and 1 are two classes."""
-    return label if label.removeprefix("-").isdecimal() else str(int(float(label)))
+    return label if label.removeprefix("-").isdecimal() else str(int(Decimal(label)))
 
 
 def _is_number(label: str) -> bool:
