@@ -245,6 +245,8 @@ def test_names_that_look_like_numbers_stay_names():
     assert find_classes(["01", "1"], None) == ["01", "1"]
     assert find_classes(["1_0", "2_0"], None) == ["1_0", "2_0"]
     assert find_classes(["1.0", "good"], None) == ["1.0", "good"]
+    assert find_classes(["0,5", "1,5"], 2) == ["0,5", "1,5"]
+    assert find_classes(["1e20", "12345678901234567.0"], None) == ["12345678901234567", "1" + "0" * 20]
     assert find_classes(["none", "na", "-1"], None) == ["-1", "na", "none"]
 
 
@@ -267,6 +269,7 @@ def test_a_regression_is_said(tmp_path):
             r"numbers, not all of them whole \('0.5', '1.5', '2.5'\), but '\?' is none: mend it",
         ),
         (["0.5", "1.5", "inf"], "but 'inf' is none"),
+        (["0,5", "1", "2,5"], r"numbers with a decimal comma \('0,5', '2,5'\): write a point, or set num_labels to 3"),
         (["-100", "0", "1"], "a label of the training texts is -100, which stands for a missing one"),
         (["-100.0", "0", "1"], "a label of the training texts is -100, which stands for a missing one"),
         (["1", "1.0"], "a single label, '1': nothing can be learned"),
@@ -284,7 +287,7 @@ def test_labels_that_would_be_taken_for_something_else(labels, message):
 def test_every_spelling_of_a_missing_label_is_one(tmp_path, kind, missing):
     rows = [(f"text {place}", "", "ab"[place % 2] if place % 5 else missing) for place in range(20)]
     file = write(tmp_path / f"rows.{kind}", rows)
-    with pytest.raises(UsageError, match=r"'label' has no label.* leaves out these 4 of 20 rows"):
+    with pytest.raises(UsageError, match=r"'label' has no label.* leaves out these 4 rows of 20"):
         load_texts(train_file=[file])
     train, _ = labelled_texts.build(make_recipe(file, validation_fraction=0.0), on_bad_row="skip")
     assert (train.classes, len(train)) == (["a", "b"], 16)
@@ -310,7 +313,7 @@ def test_all_kinds_of_faults_of_a_file_are_named_at_once(tmp_path):
         labelled_texts.build(make_recipe(tmp_path / "rows.csv"))
     texts = [str(problem) for problem in raised.value.problems]
     assert [text.split("rows.csv:")[1][:2] for text in texts] == ["3:", "4:", "5:"]
-    assert "--on_bad_row skip leaves out these 4 of 6 rows" in texts[-1]
+    assert "--on_bad_row skip leaves out these 4 rows of 6" in texts[-1]
     train, _ = labelled_texts.build(make_recipe(tmp_path / "rows.csv", validation_fraction=0.0), on_bad_row="skip")
     assert train.rows["text"][:] == ["fine", "fine"]
     (report,) = train.row_reports

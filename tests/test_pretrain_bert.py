@@ -186,6 +186,15 @@ def test_a_mistake_loses_nothing_of_an_earlier_run(train, tmp_path):
         assert {path: path.stat().st_mtime_ns for path in output_dir.rglob("[!.]*")} == times
 
 
+def test_a_loss_without_a_target_is_refused(train):
+    """Its weight 0 says that this is meant."""
+    with pytest.raises(
+        UsageError, match="the training data have no target of the loss mlm, which would be 0 in every step"
+    ):
+        train("none", "--mlm_probability 0 --max_train_steps 1")
+    train("meant", "--mlm_probability 0 --mlm_loss_weight 0 --max_train_steps 1")
+
+
 def test_a_kernel_with_its_own_noise_is_named(train, capsys):
     flags = SMALL + " --attention_probs_dropout_prob 0.1 --max_train_steps 1"
     train("run", flags + " --attn_implementation sdpa")

@@ -128,12 +128,14 @@ def test_mixed_ends_of_lines(tmp_path):
     assert [line for _, line in tables.read_lines(str(path))] == ["a\n", "\n", "b\n", "c\n", "d\n"]
 
 
-def test_a_fault_behind_such_ends_is_at_its_line_and_byte(tmp_path):
+@pytest.mark.parametrize("block", [4, 1 << 20])
+def test_a_fault_behind_such_ends_is_at_its_line_and_byte(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(tables, "BLOCK", block)
     path = tmp_path / "file"
-    path.write_bytes(b"one\rtwo\r\n\xff\n")
+    path.write_bytes(b"one\r\ntwo\r\n\xff\n")
     lines = tables.read_lines(str(path))
     assert [next(lines), next(lines)] == [(1, "one\n"), (2, "two\n")]
-    with pytest.raises(UsageError, match="file:3: not UTF-8 at byte offset 9"):
+    with pytest.raises(UsageError, match="file:3: not UTF-8 at byte offset 10"):
         next(lines)
 
 

@@ -35,7 +35,6 @@ else:
     Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
-ROWS = Features(dict.fromkeys(("text", "unused", "place", "problem"), Value("string"))) if datasets else None
 BLANK = "no visible character"
 """What is said of a row that is no document; it is no fault."""
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
@@ -92,42 +91,7 @@ def load_documents(
     """
     source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "text_column": text_column}
     source |= {"dataset_config_name": dataset_config_name, "split": split, "txt_documents": txt_documents}
-    return _take_good([_load_rows(**source, num_proc=num_proc).rows], on_bad_row)[0]
-
-
-def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
-    """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all tables at once."""
-    problems = [problem for table in sources for problem in _find_faults(table)[0]]
-    if on_bad_row == "refuse":
-        row_report.refuse(problems, sum(map(len, sources)))
-    good = []
-    for table in sources:
-        rows = row_report.select_good(table) if "problem" in table.column_names else table
-        if not len(rows):
-            row_report.refuse(_find_faults(table)[0], len(table))
-        good.append(rows if rows.column_names == ["text"] else rows.select_columns("text"))
-    return good
-
-
-def _find_faults(table: Dataset) -> tuple[list[row_report.Problem], list[row_report.Problem]]:
-    """Find the rows that cannot be used, and those that are no documents."""
-    problems = row_report.find_problems(table) if "problem" in table.column_names else []
-    bad = [problem for problem in problems if problem.reason != BLANK]
-    return bad, [problem for problem in problems if problem.reason == BLANK]
-
-
-class _Table(NamedTuple):
-    """Rows of a source.
-
-    Attributes:
-        rows: of `ROWS`, or documents alone.
-        num_blank: rows that were no documents, and are not in `rows`.
-        unused: columns that are not in `rows`.
-    """
-
-    rows: Dataset
-    num_blank: int = 0
-    unused: tuple[str, ...] = ()
+    return row_report.take_good([_load_rows(**source, num_proc=num_proc)], on_bad_row)[0]
 
 
 def _load_rows(
@@ -139,8 +103,8 @@ def _load_rows(
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
-) -> _Table:
-    """Load rows as `load_documents` does, of files with those that are no documents, and what `row_report` needs to know."""
+) -> row_report.Table:
+    """Load documents as `load_documents` does, and what is known of rows that are none."""
     if (not train_file) == (not dataset_name):
         sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
         raise UsageError(
@@ -155,12 +119,13 @@ def _load_rows(
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
     if builtin:
-        return _Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version))
+        return row_report.Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version), row_report.Notes())
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
         options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
-        return _Table(cache_rows(_read, ROWS, key=(key, options), num_proc=workers, files=files, **options))
+        rows = cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
+        return row_report.split_notes(rows)
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
@@ -245,7 +210,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
     sources = [_load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
         sources.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
-    documents, *others = _take_good([table.rows for table in sources], on_bad_row)
+    documents, *others = row_report.take_good(sources, on_bad_row)
     if others:
         train, held_out, num_held_out = documents, others[0], 0
     else:
@@ -257,28 +222,22 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
 
 
 def _report(
-    recipe: TextPretraining, field: str, table: _Table, num_held_out: int, txt_documents: str
+    recipe: TextPretraining, field: str, table: row_report.Table, num_held_out: int, txt_documents: str
 ) -> row_report.RowReport:
     """Report on the rows of the source that a field of the recipe names."""
-    bad, blank = _find_faults(table.rows)
-    num_used = len(table.rows) - len(bad) - len(blank)
-    unused = dict.fromkeys(table.unused, len(table.rows) + table.num_blank)
-    notes = [f"left out: {table.num_blank:,}, {BLANK}"] if table.num_blank else []
-    has_columns = field == "dataset_name" and recipe.dataset_name not in BUILTIN
+    notes = table.notes.describe_blank()
     if field != "dataset_name":
         files = find_files(getattr(recipe, field), READERS)[0]
-        notes = [describe_files(files, num_used, txt_documents), *describe_sources(getattr(recipe, field), READERS)]
-        has_columns = any(Path(file).suffix.lower() != ".txt" for file in files)
-        unused = row_report.count_unused(table.rows)
+        notes.append(describe_files(files, len(table.rows), txt_documents))
+        notes += describe_sources(getattr(recipe, field), READERS)
     return row_report.RowReport(
         f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field,
-        num_read=len(table.rows) + table.num_blank,
-        num_used=num_used,
+        num_read=table.num_read,
+        num_used=len(table.rows),
         num_held_out=num_held_out,
-        bad=bad,
-        left_out=blank,
-        columns=[recipe.text_column] if has_columns else [],
-        unused=unused,
+        bad=table.notes.problems,
+        columns=table.notes.columns,
+        unused=table.notes.unused,
         notes=notes,
     )
 
@@ -402,11 +361,11 @@ def load_hub(
         ) from error
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> _Table:
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> row_report.Table:
     documents = load_hub(name, config, split, num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
-    unused = tuple(column for column in documents.column_names if column != text_column)
+    unused = Counter({column: len(documents) for column in documents.column_names if column != text_column})
     documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
     feature = documents.features["text"]
     if feature not in (Value("string"), Value("large_string")):
@@ -417,7 +376,8 @@ def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: 
     if not len(visible):
         raise UsageError(f"dataset_name {name!r} holds no document: column {text_column!r} is empty in every row.")
     num_blank = len(documents) - len(visible)
-    return _Table(visible if num_blank else documents, num_blank, unused)
+    notes = row_report.Notes(num_blank=num_blank, columns=[text_column], unused=unused)
+    return row_report.Table(visible if num_blank else documents, notes)
 
 
 def _visible(text: str | None) -> bool:
@@ -522,16 +482,26 @@ def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
 
 
 def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str | None]]:
-    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
+    """Read the documents of the files, one at a time, and behind those of a file its `row_report.Notes`.
+
+    Raises:
+        UsageError: a fault that is not one row's.
+    """
     readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
-        is_empty = True
+        is_empty, notes = True, row_report.Notes()
+        shapes = row_report.Shapes()  # names of a row's other columns; None: it has no columns
         try:
-            for number, text, unused in readers[Path(file).suffix.lower()](file, text_column):
-                problem = _find_fault(text, text_column)
-                row = {"text": None if problem else text, "unused": unused}
-                is_empty = is_empty and problem == BLANK
-                yield row | {"place": f"{file}:{number}" if problem else None, "problem": problem}
+            for number, text, others in readers[Path(file).suffix.lower()](file, text_column):
+                shapes.count(others)
+                if (problem := _find_fault(text, text_column)) is None:
+                    is_empty = False
+                    yield {"text": text}
+                elif problem == BLANK:
+                    notes.add_blank(f"{file}:{number}")
+                else:
+                    is_empty = False
+                    notes.problems.append(row_report.Problem(f"{file}:{number}", problem))
         except UsageError:
             raise
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
@@ -540,31 +510,36 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
             ) from error
         if is_empty:
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
+        for names, count in shapes.read():
+            if names is not None:
+                notes.columns = [text_column]
+                notes.unused.update(dict.fromkeys(names, count))
+        yield from notes.write(FEATURES)
 
 
 def _find_fault(text: object, text_column: str) -> str | None:
     """Say why a value is no document; None: it is one."""
+    if type(text) is str:  # nearly all of them; no `BadRow`
+        return (None if text.isascii() else find_fault_of_text(text)) or (None if _visible(text) else BLANK)
     if isinstance(text, BadRow):
         return str(text)
     if text is None or (isinstance(text, float) and text != text):  # NaN
         return BLANK
-    if not isinstance(text, str):
-        return f"{text_column!r} holds {type(text).__name__}, not text"
-    return find_fault_of_text(text) or (None if _visible(text) else BLANK)
+    return f"{text_column!r} holds {type(text).__name__}, not text"
 
 
-def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
+def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
     for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
             number, text = _join(
                 file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
             )
-            yield number, text.removesuffix("\n"), ""
+            yield number, text.removesuffix("\n"), None
 
 
-def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
+def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
     rule = "with txt_documents files it is one document. Cut it into several files"
-    yield *_join(file, read_lines(file), "no end", rule), ""
+    yield *_join(file, read_lines(file), "no end", rule), None
 
 
 def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> tuple[int, str]:
@@ -695,35 +670,38 @@ def find_fault_of_text(text: str) -> str | None:
     return f"half of a surrogate pair in {shorten(text)!r}. Remove it."
 
 
-def _pick(read: Callable[[str], Iterator], file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
+def _pick(
+    read: Callable[[str], Iterator], file: str, text_column: str
+) -> Iterator[tuple[int, object, tuple[str, ...]]]:
     """Read line number, text and the names of other columns of each row that `read` reads of a file.
 
     Raises:
         UsageError: the first row has no such column; of others it is a `BadRow`.
     """
-    unused: dict[tuple[str, ...], str] = {}
+    present: tuple[str, ...] | None = None
+    unused: tuple[str, ...] = ()
     for number, row in read(file):
         if isinstance(row, BadRow):
-            yield number, row, ""
-        elif text_column not in row:
-            is_table = Path(file).suffix.lower() in (".csv", ".tsv")
-            problem = _no_column(file if is_table else f"{file}:{number}", text_column, list(row))
-            if not unused:
-                raise UsageError(problem)
-            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}"), ""
-        else:
-            present = tuple(row)
-            if present not in unused:
-                unused[present] = row_report.write_unused(name for name in present if name != text_column)
-            yield number, row[text_column], unused[present]
+            yield number, row, ()
+            continue
+        names = tuple(row)
+        if names != present:
+            if text_column not in row:
+                if present is None:
+                    is_table = Path(file).suffix.lower() in (".csv", ".tsv")
+                    raise UsageError(_no_column(file if is_table else f"{file}:{number}", text_column, list(row)))
+                yield number, BadRow(f"no column {text_column!r}, only {list_names(names)}"), ()
+                continue
+            present, unused = names, tuple(name for name in names if name != text_column)
+        yield number, row[text_column], unused
 
 
-def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
+def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, tuple[str, ...]]]:
     with parquet.ParquetFile(file) as table:
         names = table.schema_arrow.names
         if text_column not in names:
             raise UsageError(_no_column(file, text_column, names))
-        unused = row_report.write_unused(name for name in names if name != text_column)
+        unused = tuple(name for name in names if name != text_column)
         number = 0
         for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
             for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020

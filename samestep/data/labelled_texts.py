@@ -9,10 +9,12 @@ import csv
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +42,7 @@ else:
     )
 
 PARTS_OF_ROW = ("text", "pair", "label")
-FEATURES = (
-    Features(dict.fromkeys((*PARTS_OF_ROW, "columns", "unused", "place", "problem"), Value("string")))
-    if datasets
-    else None
-)
+FEATURES = Features(dict.fromkeys(PARTS_OF_ROW, Value("string"))) if datasets else None
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence"}
 """Names of the columns of a pair, as in GLUE (Wang et al. 2019, 1804.07461)."""
 TEXTS = ("text", "sentence", "review", "content")
@@ -149,20 +147,7 @@ def load_texts(
     """
     source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "split": split}
     source |= {"dataset_config_name": dataset_config_name, "columns": columns}
-    return _take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
-
-
-def _take_good(tables: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
-    """Leave rows that cannot be used out, or refuse those of all tables at once."""
-    problems = [problem for table in tables for problem in row_report.find_problems(table)]
-    num_rows = sum(map(len, tables))
-    if on_bad_row == "refuse" or len(problems) == num_rows:
-        row_report.refuse(problems, num_rows)
-    good = [row_report.select_good(table) for table in tables]
-    for table, rows in zip(tables, good, strict=True):
-        if not len(rows):
-            row_report.refuse(row_report.find_problems(table), len(table))
-    return [rows.select_columns(list(PARTS_OF_ROW)) for rows in good]
+    return row_report.take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
 
 
 def _load_rows(
@@ -174,14 +159,15 @@ def _load_rows(
     columns: Columns = Columns(),
     needs_label: bool = True,
     num_proc: int | None = None,
-) -> Dataset:
-    """Load rows as `load_texts` does, with those that cannot be used, and what `row_report` needs to know."""
+) -> row_report.Table:
+    """Load rows as `load_texts` does, and what is known of those that cannot be used."""
     if dataset_name == BUILTIN:
-        return documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        return row_report.Table(rows, row_report.Notes())
     if train_file:
         files, keys = documents.find_files(train_file, READERS)
         options = {"columns": columns, "needs_label": needs_label}
-        return documents.cache_rows(
+        rows = documents.cache_rows(
             _read,
             FEATURES,
             key=(keys, options, _source()),
@@ -189,6 +175,7 @@ def _load_rows(
             files=files,
             **options,
         )
+        return row_report.split_notes(rows)
     if dataset_name.startswith("builtin/"):
         raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, [BUILTIN])}.")
     dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
@@ -197,39 +184,41 @@ def _load_rows(
     classes = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
 
     names = (text, pair, label)
-    unused = [name for name in dataset.column_names if name not in names]
 
     def row(values: dict[str, Any], place: int) -> dict[str, Any]:
         value = values[label] if classes is None else classes[values[label]] if values[label] >= 0 else None
-        sample = values[text], values[pair] if pair else None, value
-        return _make_row(sample, names, unused, f"{location}, split {split!r}, row {place}", needs_label)
+        try:
+            sample = _make_row((values[text], values[pair] if pair else None, value), names, needs_label)
+        except UsageError as error:
+            problem = row_report.Problem(f"{location}, split {split!r}, row {place}", str(error))
+            return dict.fromkeys(FEATURES) | {"problem": json.dumps(problem)}
+        return sample | {"problem": None}
 
-    return dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
+    features = Features({**FEATURES, "problem": Value("string")})
+    rows = dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=features)
+    problems = [json.loads(text) for text in rows.with_format("arrow")[:]["problem"].drop_null().to_pylist()]
+    notes = row_report.Notes(
+        problems=[row_report.Problem(*problem) for problem in problems],
+        columns=[name for name in names if name is not None],
+        unused=Counter({name: len(dataset) for name in dataset.column_names if name not in names}),
+    )
+    return row_report.Table(row_report.select_good(rows).select_columns(list(PARTS_OF_ROW)), notes)
 
 
-def _make_row(
-    values: tuple[Any, Any, Any], names: Sequence[str | None], unused: Sequence[str], place: str, needs_label: bool
-) -> dict[str, Any]:
-    """Make a row of `FEATURES` of the values of text, pair and label; it has a `problem` where they cannot be used.
+def _make_row(values: tuple[Any, Any, Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
+    """Make a row of `FEATURES` of the values of text, pair and label. Raises UsageError where they cannot be used.
 
     Args:
         names: of the columns of text, pair and label.
-        unused: names of the other columns.
-        place: file and line, or the like.
     """
-    columns = ", ".join(filter(None, names))
-    row = dict.fromkeys(PARTS_OF_ROW) | {"columns": columns, "unused": row_report.write_unused(unused), "place": place}
-    try:
-        for value, name in zip(values[:2], names[:2], strict=True):
-            if name is not None:
-                _check_text(value, name)
-        label = _read_label(values[2], names[2])
-        if needs_label and label is None:
-            written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
-            raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
-    except UsageError as error:
-        return row | {"problem": str(error)}
-    return row | {"text": values[0], "pair": values[1], "label": label, "problem": None}
+    for value, name in zip(values[:2], names[:2], strict=True):
+        if name is not None:
+            _check_text(value, name)
+    label = _read_label(values[2], names[2])
+    if needs_label and label is None:
+        written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
+        raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
+    return {"text": values[0], "pair": values[1], "label": label}
 
 
 def _check_text(value: Any, name: str) -> None:
@@ -447,7 +436,7 @@ def build(
         tables.append(_load_rows(train_file=recipe.validation_file, **source))
     elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
         tables.append(_load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
-    rows, *others = _take_good(tables, on_bad_row)
+    rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
     if others:
         held_out = others[0]
@@ -476,16 +465,15 @@ def build(
     for table, name, cut, files in zip(
         tables, names, num_cut, (recipe.train_file, recipe.validation_file), strict=False
     ):
-        bad = row_report.find_problems(table)
         report = row_report.RowReport(
             name,
-            num_read=len(table),
-            num_used=len(table) - len(bad),
+            num_read=table.num_read,
+            num_used=len(table.rows),
             num_cut=cut,
             num_held_out=0 if others else num_rows - len(rows),
-            bad=bad,
-            columns=next(filter(None, table[:100]["columns"]), "").split(", "),
-            unused=row_report.count_unused(table),
+            bad=table.notes.problems,
+            columns=table.notes.columns,
+            unused=table.notes.unused,
             notes=[
                 *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
                 *(documents.describe_sources(files, READERS) if files else []),
@@ -537,6 +525,12 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     others = [name for name in names if not _is_number(name)]
     if num_labels == 1 or (num_labels is None and fractions and not others):
         return None
+    commas = [name for name in others if "," in name and NUMBER.fullmatch(name.replace(",", ".", 1))]
+    if num_labels is None and commas and commas == others:
+        raise UsageError(
+            f"labels of the training texts are numbers with a decimal comma ({documents.list_names(commas[:3])}): write a "
+            f"point, or set num_labels to {len(names)} if they are classes"
+        )
     if num_labels is None and fractions and len(fractions) > len(others):
         raise UsageError(
             f"labels of the training texts are numbers, not all of them whole ({documents.list_names(fractions[:3])}), but "
@@ -584,12 +578,15 @@ def _is_whole(label: str) -> bool:
     """Tell whether a label is a whole number, however it is written."""
     if label.removeprefix("-").isdecimal():
         return len(label) < MAX_DIGITS
-    return NUMBER.fullmatch(label) is not None and abs(float(label)) < 2**53 and float(label).is_integer()
+    if NUMBER.fullmatch(label) is None:
+        return False
+    value = Decimal(label)
+    return value.adjusted() < MAX_DIGITS and value == value.to_integral_value()
 
 
 def _write_whole(label: str) -> str:
     """Write a whole number as digits; what is digits stays, so that 01 and 1 are two classes."""
-    return label if label.removeprefix("-").isdecimal() else str(int(float(label)))
+    return label if label.removeprefix("-").isdecimal() else str(int(Decimal(label)))
 
 
 def _is_number(label: str) -> bool:
@@ -630,30 +627,35 @@ def _source() -> str:
 
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
-    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
-    current: str | None = None
-    names: Any = ()
-    unused: dict[tuple[str, ...], list[str]] = {}
-    for file, number, values in read_rows(files):
-        place = f"{file}:{number}"
-        if isinstance(values, BadRow):
-            yield dict.fromkeys(FEATURES) | {"place": place, "problem": str(values)}
-            continue
-        if file != current or not all(name in values for name in names if name is not None):
+    """Read the rows of the files, one at a time, and behind those of a file its `row_report.Notes`.
+
+    Raises:
+        UsageError: a fault that is not one row's.
+    """
+    for file in files:
+        names: Any = None
+        notes = row_report.Notes()
+        shapes = row_report.Shapes()  # names of the columns of a row
+        for _, number, values in read_rows([file]):
+            place = f"{file}:{number}"
             try:
-                names = columns.find(place, list(values), needs_label)
+                if isinstance(values, BadRow):
+                    raise UsageError(values)
+                if names is None or not all(name in values for name in names if name is not None):
+                    names = columns.find(place, list(values), needs_label)
+                shapes.count(tuple(values))
+                row = _make_row(tuple(None if name is None else values[name] for name in names), names, needs_label)
             except UsageError as error:
-                if file != current:
+                if names is None and not isinstance(values, BadRow):
                     raise
-                problem = row_report.strip_place(error, place)
-                yield dict.fromkeys(FEATURES) | {"place": place, "problem": problem}
-                continue
-            current, unused = file, {}
-        present = tuple(values)
-        if present not in unused:
-            unused[present] = [name for name in present if name not in names]
-        row = tuple(None if name is None else values[name] for name in names)
-        yield _make_row(row, names, unused[present], place, needs_label)
+                notes.problems.append(row_report.Problem(place, row_report.strip_place(error, place)))
+            else:
+                yield row
+        if names is not None:
+            notes.columns = [name for name in names if name is not None]
+            for shape, count in shapes.read():
+                notes.unused.update({name: count for name in shape if name not in names})
+        yield from notes.write(FEATURES)
 
 
 def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
@@ -711,4 +713,4 @@ def _python_docs_parts() -> Iterator[dict[str, str | None]]:
             sources.setdefault(" ".join(paragraph.split()), set()).add(part)
     for text, parts in sources.items():
         if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
-            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts)), "columns": "text, label"}
+            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts))}

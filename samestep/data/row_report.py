@@ -4,10 +4,11 @@ A fault of a row is data, not an exception: readers note it in the column `probl
 message names every kind of fault of all files. What is left out without a fault (a row that is too long) is reported beside it.
 """
 
+import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
 
-pa, compute = optional("pyarrow"), optional("pyarrow.compute")
+datasets, pa, compute = optional("datasets"), optional("pyarrow"), optional("pyarrow.compute")
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -185,6 +186,123 @@ def find_problems(rows: "Dataset") -> list[Problem]:
     table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
     table = table.filter(compute.is_valid(table["problem"]))
     return [Problem(*pair) for pair in zip(*(table[name].to_pylist() for name in ("place", "problem")), strict=True)]
+
+
+@dataclasses.dataclass
+class Notes:
+    """What is known of the rows of a source beside those that can be used.
+
+    Attributes:
+        problems: of rows that cannot be used.
+        num_blank: rows without a visible character, which are no documents; of their places the first ones are known.
+        columns: columns that are used.
+        unused: columns that are not used -> rows that have them.
+    """
+
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    num_blank: int = 0
+    blank_places: list[str] = dataclasses.field(default_factory=list)
+    columns: list[str] = dataclasses.field(default_factory=list)
+    unused: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add_blank(self, place: str) -> None:
+        """Count a row without a visible character."""
+        self.num_blank += 1
+        self.blank_places = [*self.blank_places, place][:MAX_PLACES]
+
+    def merge(self, other: "Notes") -> None:
+        """Take in the notes of another file."""
+        self.problems += other.problems
+        self.num_blank += other.num_blank
+        self.blank_places = [*self.blank_places, *other.blank_places][:MAX_PLACES]
+        self.columns = list(dict.fromkeys([*self.columns, *other.columns]))
+        self.unused.update(other.unused)
+
+    def describe_blank(self) -> list[str]:
+        """Say how many rows have no visible character, in a line; none if there are none."""
+        if not self.num_blank:
+            return []
+        places = ", ".join(self.blank_places) + (", ..." if self.num_blank > len(self.blank_places) else "")
+        return [f"left out: {self.num_blank:,}, no visible character{f' ({places})' if places else ''}"]
+
+    def write(self, names: Iterable[str]) -> Iterator[dict[str, str | None]]:
+        """Write the notes as two rows of a cached table, of which `split_notes` reads them: one without a text announces them.
+
+        A column of their own, empty in nearly all rows, would make reading slower by a fifth.
+
+        Args:
+            names: of the table's columns, `text` among them.
+        """
+        empty: dict[str, str | None] = dict.fromkeys(names)
+        if self != Notes():
+            yield empty
+            yield empty | {"text": json.dumps(vars(self))}
+
+
+class Shapes:
+    """Counts rows by the names of their columns, of which nearly all neighbours have the same."""
+
+    def __init__(self) -> None:
+        self.names: Any = None
+        self.num_rows = 0
+        self.counts: Counter[Any] = Counter()
+
+    def count(self, names: tuple[str, ...] | None) -> None:
+        """Count a row."""
+        if names != self.names:
+            self.counts[self.names] += self.num_rows
+            self.names, self.num_rows = names, 0
+        self.num_rows += 1
+
+    def read(self) -> list[tuple[Any, int]]:
+        """Return the names of each shape, and the number of its rows."""
+        counts = self.counts + Counter({self.names: self.num_rows})
+        return [(names, count) for names, count in counts.items() if count]
+
+
+class Table(NamedTuple):
+    """Rows of a source that can be used, and what is known of the others."""
+
+    rows: Any
+    notes: Notes
+
+    @property
+    def num_read(self) -> int:
+        """Number of rows that were read."""
+        return len(self.rows) + len(self.notes.problems) + self.notes.num_blank
+
+
+def split_notes(rows: "Dataset") -> Table:
+    """Split a cached table, whose column `text` is null in no other row, into rows and what `Notes.write` wrote."""
+    texts = rows.with_format("arrow").select_columns("text")[:]["text"]
+    places = compute.indices_nonzero(compute.is_null(texts)).to_pylist() if texts.null_count else []
+    notes = Notes()
+    for place in places:
+        values = json.loads(texts[place + 1].as_py())
+        values["problems"] = [Problem(*problem) for problem in values["problems"]]
+        notes.merge(Notes(**values | {"unused": Counter(values["unused"])}))
+    if not places:
+        return Table(rows, notes)
+    # Parts without gaps stay as they are on the disk; a table of places would be looked up for every row
+    starts, ends = [0, *(place + 2 for place in places)], [*places, len(rows)]
+    parts = [rows.select(range(*part)) for part in zip(starts, ends, strict=True) if part[0] < part[1]]
+    return Table(datasets.concatenate_datasets(parts) if parts else rows.select([]), notes)
+
+
+def take_good(tables: Sequence[Table], on_bad_row: str) -> list["Dataset"]:
+    """Return the rows that can be used.
+
+    Args:
+        on_bad_row: `refuse` raises a UsageError where others cannot, `skip` only where a table has no other.
+    """
+    if on_bad_row == "refuse":
+        refuse(
+            [problem for table in tables for problem in table.notes.problems], sum(table.num_read for table in tables)
+        )
+    for table in tables:
+        if not len(table.rows):
+            refuse(table.notes.problems, table.num_read)
+    return [table.rows for table in tables]
 
 
 def select_good(rows: "Dataset") -> "Dataset":

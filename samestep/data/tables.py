@@ -241,7 +241,7 @@ def _has_marked_cell(file: str, reading: Reading) -> bool:
     with open_without_waiting(file) as stream:
         data = b"\n"
         while len(data := data[-1:] + stream.read(BLOCK)) > 1:
-            if any(start in data for start in starts):
+            if starts[0][-1] in data and any(start in data for start in starts):
                 return True
     return False
 
