@@ -200,6 +200,10 @@ def test_columns_that_are_called_otherwise():
     assert found["columns"] == "messages=chat"
     assert found["unused"] == ["label", "id"]
     assert "maps two columns to messages" in read(row | {"messages": 1}, messages="chat")
+    assert (
+        read(row, messages="chatt")
+        == "columns names chatt, but its columns are 'chat', 'label', 'id': did you mean chat?"
+    )
 
 
 def test_all_rows_have_the_form_of_the_first_good_one():

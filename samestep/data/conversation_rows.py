@@ -95,7 +95,9 @@ def load_sources(recipe: Any) -> list[Source]:
         }
     if recipe.validation_file is not None:
         loaded[HELD_OUT] = load_rows(recipe.validation_file, **options)
-    reports = {entry: _report(entry, rows) for entry, rows in loaded.items()}
+    files: dict[str, Sequence[str]] = {entry: [entry] for entry in entries if _is_file(recipe, entry)}
+    files |= {"train_file": recipe.train_file or (), HELD_OUT: recipe.validation_file or ()}
+    reports = {entry: _report(entry, rows, files.get(entry, ())) for entry, rows in loaded.items()}
     _check_columns(recipe, reports)
     good = {entry: select_good(rows) for entry, rows in loaded.items()}
     if not all(map(len, good.values())):
@@ -126,12 +128,13 @@ def load_sources(recipe: Any) -> list[Source]:
     return sources
 
 
-def _report(entry: str, rows: Dataset) -> RowReport:
-    """Report on the rows of a source, as far as they are read."""
+def _report(entry: str, rows: Dataset, files: Sequence[str]) -> RowReport:
+    """Report on the rows of a source, as far as they are read; `files` are its patterns, of a dataset none."""
     read, bad, unused = rows.unique("columns"), find_problems(rows), count_unused(rows)
     named = dict.fromkeys(name for names in read for name in names.split(", ") if names)
     columns = [name for name in named if unused.get(name, 0) < len(rows) - len(bad)]
-    return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused)
+    notes = documents.describe_sources(files, READERS) if files else []
+    return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused, notes=notes)
 
 
 def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:

@@ -523,7 +523,7 @@ def _report_rows(
                 left_out=left_out,
                 columns=[*source.report.columns, *sorted(used_fields)],
                 unused={name: count for name, count in source.report.unused.items() if name not in used_fields},
-                notes=_note(counts, renderer),
+                notes=[*source.report.notes, *_note(counts, renderer)],
             )
         )
     return tuple(reports)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from samestep.data.documents import list_names, shorten
 from samestep.data.row_report import write_unused
-from samestep.errors import UsageError, is_utf8, reason
+from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.recipe.recipe import COLUMNS, UNUSED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -264,6 +264,12 @@ class RowReader:
         )
 
     def _refuse_columns(self, present: Sequence[str], pair: Sequence[str]) -> None:
+        if missing := [name for name, target in self.names.items() if target not in (*present, UNUSED)]:
+            targets = {target: name for name, target in self.names.items()}
+            names = [targets.get(name, name) for name in present]
+            raise UsageError(
+                f"columns names {shorten(missing[0])}, but its columns are {list_names(names)}: {nearest(missing[0], names)}"
+            )
         rule = "messages (or conversations), or prompt, completion, or instruction, output, or text"
         if self.wants_pairs:
             rule = "chosen, rejected"
