@@ -265,8 +265,8 @@ class RowReader:
 
     def _refuse_columns(self, present: Sequence[str], pair: Sequence[str]) -> None:
         if missing := [name for name, target in self.names.items() if target not in (*present, UNUSED)]:
-            targets = {target: name for name, target in self.names.items()}
-            names = [targets.get(name, name) for name in present]
+            sources = {target: name for name, target in self.names.items()}
+            names = [sources.get(name, name) for name in present]
             raise UsageError(
                 f"columns names {shorten(missing[0])}, but its columns are {list_names(names)}: {nearest(missing[0], names)}"
             )
