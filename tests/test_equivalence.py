@@ -12,11 +12,13 @@ from samestep.cut.layout import Layout, solve_layout
 from samestep.cut.order import Order
 from samestep.data import sentence_pairs, token_blocks
 from samestep.data.steps import Steps
+from samestep.errors import UsageError
 from samestep.models import bert_pretraining, gpt2_pretraining
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import TASKS, load
 from samestep.step import accumulate, losses, optim
 from samestep.step.noise import noise_by_sample
+from samestep.training import run as training_run
 from samestep.training.checkpoint import read
 
 # Name -> program, and flags beside its tiny model's.
@@ -247,9 +249,19 @@ def test_the_script_is_the_plain_loop(scripts, corpus, train, workload):
     assert [line["loss"] for line in metrics(output_dir)] == pytest.approx(true_losses, rel=1e-11)
 
 
-def test_a_step_without_masked_tokens_is_not_nan(train):
+def test_a_step_without_masked_tokens_is_not_nan(train, monkeypatch):
+    """A training of such steps alone is refused; one of them may come by chance."""
+    monkeypatch.setattr(training_run, "find_terms_without_target", lambda *_: [])
     output_dir = train("unmasked", "--global_batch_size 8 --mlm_probability 0 --per_device_train_batch_size 3")
     assert all(line["mlm_loss"] == 0 and line["loss"] == line["nsp_loss"] > 0 for line in metrics(output_dir))
+
+
+def test_a_loss_without_any_target_is_refused_unless_its_weight_is_0(train):
+    flags = "--global_batch_size 8 --mlm_probability 0 --stop_after_step 1"
+    with pytest.raises(UsageError, match="no target of the loss mlm"):
+        train("unmasked", flags)
+    (line,) = metrics(train("weightless", f"{flags} --mlm_loss_weight 0"))
+    assert line["loss"] == line["nsp_loss"] > 0
 
 
 def test_weights_of_the_terms(train):

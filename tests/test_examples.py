@@ -40,6 +40,15 @@ def loss_sum(model, batch):
     return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
 
 
+def pictures() -> dict:
+    """Make what a reader has who tells the classes of pixels apart: some are unknown, 255."""
+    model = torch.nn.Conv2d(3, 3, 1)
+    labels = torch.randint(3, (8, 6, 6)).masked_fill(torch.rand(8, 6, 6) < 0.1, 255)
+    samples = [{"images": image, "labels": label} for image, label in zip(torch.rand(8, 3, 6, 6), labels, strict=True)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": loader}
+
+
 @pytest.fixture
 def names(monkeypatch):
     """Make what a reader has: a model, samples of several lengths, a tokenizer, an optimizer; all that samestep exports."""
@@ -56,7 +65,7 @@ def names(monkeypatch):
     names |= {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)}
     names |= {"dataset": [{"input_ids": list(range(5, 8 + n % 9))} for n in range(70)], "collate": mask}
     names |= {"count": lambda batch: (batch["labels"] != -100).sum()}
-    names |= {"sizes": {"global_batch_size": 32, "per_device_batch_size": 8}}
+    names |= {"sizes": {"global_batch_size": 32, "per_device_batch_size": 8}, "torch": torch, "nn": torch.nn, "k": 2}
     yield names
     fresh_accelerator()
 
@@ -66,6 +75,8 @@ def test_a_block_runs(document, number, code, names):
     if document in IN_TEST_DOCS:
         assert sum(name == document for name, *_ in BLOCKS) == IN_TEST_DOCS[document]
         return
+    if 'batch["images"]' in code:
+        names |= pictures()
     if "noise.set_samples" in code:
         names["noise"] = samestep.noise_by_sample(names["model"], seed=0)
     before = [weight.clone() for weight in names["model"].parameters()]

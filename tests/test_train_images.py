@@ -75,7 +75,7 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     assert re.search(r"Training: 10/10 steps, .* images/s, .* GB", output.err)
     card = (output_dir / "README.md").read_text()
     assert "![predictions](predictions.png)" in card
-    assert f'AutoModelForImageClassification.from_pretrained("{output_dir}", trust_remote_code=True)' in card
+    assert f'AutoModelForImageClassification.from_pretrained("{output_dir.name}", trust_remote_code=True)' in card
     assert Image.open(output_dir / "predictions.png").size[0] > 1000
 
 

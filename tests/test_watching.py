@@ -115,7 +115,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
             corpus.name,
             "80 samples",
             "1 x CPU",
-            "float32 weights",
+            "files in float32; trained in float32",
             f"torch: {version('torch')}",
             "datasets: ",
         ),
@@ -125,7 +125,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
             "gradient_accumulation_steps: 2",
             "adamw with betas=(",
         ),
-        *(f'BertForPreTraining.from_pretrained("{output_dir}")', recipe["source"], "| 0 | "),
+        *(f'BertForPreTraining.from_pretrained("{output_dir.name}")', recipe["source"], "| 0 | "),
     ):
         assert fact in text
 

@@ -125,6 +125,7 @@ class Renderer:
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self.special_tokens = tuple(tokenizer.convert_ids_to_tokens(sorted(self.special_ids)))
+        self.closing_ids = set(self.special_ids)  # of tokens that can end a turn
         self.template = tokenizer.chat_template if has_turns else None
         if not has_turns:
             return
@@ -145,6 +146,19 @@ class Renderer:
                 raise UsageError(
                     f"the chat template cannot be used: {reason(error)}: mend it, or give --chat_template FILE"
                 ) from None
+        added = set(tokenizer.added_tokens_decoder) - self.special_ids
+        if added:  # one may end every turn, although it is not special
+            tokens = self._encode_shortest_answer()
+            last = next((token for token in reversed(tokens) if tokenizer.decode([token]).strip()), None)
+            self.closing_ids |= added & {last}
+
+    def _encode_shortest_answer(self) -> list[int]:
+        """Encode a conversation of two turns; the template may refuse it."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            return self._encode(self._render_whole(turns, None))
+        except UsageError:
+            return []
 
     def find_template(self, tools: list | None) -> str:
         """Find the template that is used with these tools."""
@@ -498,9 +512,9 @@ class Renderer:
         )
 
     def _find_end_of_turn(self, tokens: list[int]) -> int | None:
-        """Find the place of the last special token, if nothing but white space follows it."""
+        """Find the place of the last token that can end a turn, if nothing but white space follows it."""
         for place in range(len(tokens) - 1, -1, -1):
-            if tokens[place] in self.special_ids:
+            if tokens[place] in self.closing_ids:
                 return place
             if self.tokenizer.decode(tokens[place]).strip():
                 return None
@@ -527,7 +541,7 @@ class Renderer:
         if end is not None and is_trained[end]:
             return int(tokens[end])
         last = int(tokens[np.flatnonzero(is_trained)[-1]])
-        return last if last in self.special_ids else -1
+        return last if last in self.closing_ids else -1
 
     def holds_special(self, row: Mapping[str, Any]) -> bool:
         """Tell whether a turn's content holds a special token as text."""

@@ -280,8 +280,10 @@ class Run:
         parting = next((step for step in range(done) if any(a(step) != b(step) for a, b in pairs)), done)
         if not is_same or parting < done:
             steps = [int(path.name.split("-")[1]) for path in checkpoint.checkpoints(self.checkpoint.parent)]
+            fitting = [f"checkpoint-{step}" for step in steps if step <= parting] if is_same else []
             if (
                 is_same
+                and not fitting  # from which it would go on exactly
                 and done == num_steps < self.num_steps
                 and (command := self._continue_elsewhere(earlier, num_steps))
             ):
@@ -290,7 +292,6 @@ class Run:
                     f"fallen since step {parting}: one of {self.num_steps} would have been another one from there. To train "
                     f"on from what it left, with a warm-up and a decay of its own: {command}"
                 )
-            fitting = [f"checkpoint-{step}" for step in steps if step <= parting] if is_same else []
             where = f"{fitting[-1]} is one" if fitting else "there is none beside it"
             raise UsageError(
                 f"checkpoint {self.checkpoint} is of another recipe, whose steps part from this one's after step "
