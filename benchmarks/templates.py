@@ -4,7 +4,7 @@
 
 Each template renders chats of several kinds, and drawn ones with system turns, tools and thoughts. A chat is right where the
 tokens are those of `render_jinja_template`, where each answer is one run of trained tokens that holds all words of its turn and
-no other's, begins behind what `add_generation_prompt` gives, and ends with a special token; and where arguments of calls as
+no other's (of turns that follow one another, where the template makes one of them), begins behind what `add_generation_prompt` gives, and ends with a special token; and where arguments of calls as
 text and as objects give the same tokens. Everything else must be refused in one line.
 """
 
@@ -62,9 +62,8 @@ KINDS = {
 
 
 def templates() -> dict[str, str]:
-    """Read the templates of released models that TRL holds, without those that it has changed."""
-    folder = Path(find_spec("trl").origin).parent / "chat_templates"
-    files = sorted(file for file in folder.glob("*.jinja") if not file.stem.endswith("_training"))
+    """Read the templates of released models that TRL holds, and those that it has changed for training, `*_training`."""
+    files = sorted((Path(find_spec("trl").origin).parent / "chat_templates").glob("*.jinja"))
     return {file.stem: file.read_text(encoding="utf-8") for file in files}
 
 
@@ -152,18 +151,22 @@ def judge(renderer: Renderer, letters: str) -> str:
     runs = [tokenizer.decode(tokens[start:end]) for start, end in edges]
     turns = make_turns(letters)
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if len(runs) != len(answers):
+    groups = [[number] for number in answers]
+    if len(runs) < len(answers):  # the template makes one turn of answers that follow one another
+        groups = [list(group) for _, group in itertools.groupby(answers, lambda n: n - answers.index(n))]
+    if len(runs) != len(groups):
         return f"WRONG: {len(runs)} runs of trained tokens for {len(answers)} answers"
-    for run, number in zip(runs, answers, strict=True):
-        words, content, thought = set(WORD.findall(run)), f"w{2 * number + 1}x", f"w{2 * number + 2}x"
-        must = {content} | ({CALL} if letters[number] in "ck" else set())
-        may = must | ({thought} if letters[number] in "hk" else set())
-        if number == len(turns) - 1:
-            must = may
+    for run, group in zip(runs, groups, strict=True):
+        words, must, may = set(WORD.findall(run)), set(), set()
+        for number in group:
+            must |= {f"w{2 * number + 1}x"} | ({CALL} if letters[number] in "ck" else set())
+            thought = {f"w{2 * number + 2}x"} if letters[number] in "hk" else set()
+            may |= must | thought
+            must |= thought if number == len(turns) - 1 else set()
         if not must <= words <= may:
-            return f"WRONG: turn {number + 1} trains {run!r}"
+            return f"WRONG: turn {group[0] + 1} trains {run!r}"
         if HEADER.match(run):
-            return f"WRONG: turn {number + 1} trains the header of {run!r}"
+            return f"WRONG: turn {group[0] + 1} trains the header of {run!r}"
     written = [[token for token in tokens[start:end] if tokenizer.decode([token]).strip()] for start, end in edges]
     kept = [run[-1] in renderer.special_ids for run in written]  # white space may follow
     return "right" if all(kept) else "right, but some answers have no stop token in the template"

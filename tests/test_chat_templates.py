@@ -90,6 +90,17 @@ def test_templates_of_today_take_several_turns_and_tools(name):
         assert templates.judge(renderer, templates.KINDS[kind]) == "right"
 
 
+def test_markers_that_begin_before_the_answer_train_what_the_model_writes():
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
+        "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}<|im_start|>{{ m.role + '\n' + m.content }}"
+        "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}" + PROMPT
+    )
+    turns = [user("a"), answer("b"), user("c"), answer("d")]
+    for train_on, expected in (("assistant", ["b<|im_end|>", "d<|im_end|>"]), ("completions", ["d<|im_end|>"])):
+        assert trained(make(template, train_on), *turns) == expected
+
+
 def test_thoughts_that_the_whole_leaves_out_are_not_trained():
     renderer = make(THINKS)
     turns = [user("a"), answer("b", reasoning_content="t"), user("c"), call({"x": 1}, reasoning_content="v")]

@@ -298,7 +298,10 @@ class Renderer:
         encoding = self.tokenizer(whole.text, add_special_tokens=False, verbose=False)
         tokens = encoding["input_ids"]
         mask = np.zeros(len(tokens), bool)
+        openings = [opening for opening in self._find_openings(tools) if opening]
         for start, end in whole.spans:  # as apply_chat_template does with return_assistant_tokens_mask
+            # Some markers begin before what the model is given to answer, which it never has to write
+            start += next((len(text) for text in openings if whole.text.startswith(text, start, end)), 0)
             start_token, end_token = encoding.char_to_token(start), encoding.char_to_token(end - 1)
             if start_token is None:
                 break
