@@ -4,8 +4,9 @@
 
 Each template renders chats of several kinds, and drawn ones with system turns, tools and thoughts. A chat is right where the
 tokens are those of `render_jinja_template`, where each answer is one run of trained tokens that holds all words of its turn and
-no other's (of turns that follow one another, where the template makes one of them), begins behind what `add_generation_prompt` gives, and ends with a special token; and where arguments of calls as
-text and as objects give the same tokens. Everything else must be refused in one line.
+no other's (of turns that follow one another, where the template makes one of them), begins behind what `add_generation_prompt`
+gives, and ends with a special token; and where arguments of calls as text and as objects give the same tokens. Everything else
+must be refused in one line.
 """
 
 import contextlib
