@@ -119,6 +119,12 @@ def test_a_warm_up_fits_data_of_any_size():
         assert load(name).schedule(num_steps, num_steps).num_warmup_steps == 100
 
 
+def test_every_recipe_of_chats_trains_all_answers():
+    """A preference's answers are the chosen and the rejected one."""
+    recipes = [recipe for name in catalog_names() if (recipe := load(name)).task == "causal_lm_finetuning"]
+    assert {(recipe.objective, recipe.train_on) for recipe in recipes} == {("sft", "assistant"), ("dpo", "completions")}
+
+
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("num_steps", [1, 6])
 def test_a_short_run_fits_its_warm_up_or_is_told_how(name, num_steps):
