@@ -148,3 +148,12 @@ def test_a_line_may_be_as_long_as_is_allowed_and_no_longer(tmp_path, monkeypatch
         path.write_bytes(b"short\n" * 9 + b"b" * 21 + end)
         with pytest.raises(UsageError, match="file:10: a line of more than 20 bytes"):
             list(tables.read_lines(str(path)))
+
+
+def test_a_space_before_a_text_is_its_own_unless_all_cells_have_one(tmp_path):
+    rows = [[" begins with a space", "a"], ['he said, "no", twice', "b"]]
+    for delimiter in ",;":
+        table = [[text.replace(",", delimiter), label] for text, label in rows]
+        assert read(tmp_path / "rows.csv", written(table, delimiter=delimiter), ",") == table
+    for content in ('text, label\n"a", "x"\nb, "y"\n', 'text,label\na, "x, y"\nb,z\n'):
+        assert read(tmp_path / "rows.csv", content, ",") in ([["a", "x"], ["b", "y"]], [["a", "x, y"], ["b", "z"]])

@@ -198,7 +198,9 @@ def find_reading(file: str, delimiter: str = ",") -> Reading:
                 return quoted
         return usual
     spaced = usual._replace(skips_spaces=True)
-    if re.search(rf"{separator} +{DOUBLE}", text) and spaced.fits(lines, is_whole):
+    # A text may hold what looks so, and another one begin with a space of its own
+    is_possible = re.search(rf"{separator} +{DOUBLE}", text) is not None and spaced.fits(lines, is_whole)
+    if is_possible and (not usual.fits(lines, is_whole) or _is_spaced(usual, lines[:-1])):
         return spaced
     single = usual._replace(mark=SINGLE)
     if re.search(rf"(?:^|{separator}){SINGLE}", text, re.MULTILINE) and _is_quoted(file, lines, single, is_whole):
@@ -227,6 +229,15 @@ def _find_delimiter(lines: list[str], usual: str) -> str:
     sizes = {other: max(count(header, other)) for other in DELIMITERS}
     fitting = [other for other in sizes if sizes[other] > 1 and any(sizes[other] in count(row, other) for row in rows)]
     return max(fitting, key=lambda other: sizes[other], default=usual)
+
+
+def _is_spaced(reading: Reading, lines: list[str]) -> bool:
+    """Tell whether all cells behind a delimiter begin with a space."""
+    with contextlib.suppress(csv.Error):  # the last row is cut off
+        for row in reading.parse(lines):
+            if not all(cell.startswith(" ") for cell in row[1:]):
+                return False
+    return True
 
 
 def _is_closed(cell: str, mark: str) -> bool:
