@@ -165,7 +165,8 @@ def find_reading(file: str, delimiter: str = ",") -> Reading:
 
     The delimiter is the usual one, unless the header does not have it and has another one. Cells between commas or semicolons
     may stand in quotation marks. Between tabs or bars they may where all cells that begin with a mark end with one, and some
-    hold it doubled or all of a column have it, or where rows have as many cells as the header in that reading alone.
+    hold it doubled or all of a column have it, or where rows have as many cells as the header in that reading alone. Spaces
+    behind delimiters are left out where a quotation mark follows one, and all cells begin with one or rows fit in no other way.
 
     Args:
         delimiter: the usual one of the file's suffix.
