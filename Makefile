@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || ech
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-kinds check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device proof-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-templates bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-thorough test-kinds check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device proof-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-templates bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ test: venv check ## all tests, offline: about 10 minutes on 2 cores
 
 test-fast: venv ## the tests that launch no processes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not distributed"
+
+test-thorough: venv ## the cases that make test leaves out, as others of their kind are in it: minutes
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m thorough
 
 test-kinds: venv ## the tests as on other kinds of machine: hours; FLAGS="--only busy,threads-2 tests/test_kernels.py"
 	$(BIN)/python .ci/kinds.py $(FLAGS)

@@ -80,6 +80,16 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave thorough cases out, unless -m asks for them, or one of the words names a test."""
+    if "thorough" in config.option.markexpr or any("::" in word for word in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():
     gc.enable()

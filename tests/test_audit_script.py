@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from cases import thorough
 from common import ROOT, fresh_accelerator
 from waiting import PATIENCE
 
@@ -27,6 +28,20 @@ from stepaudit.table import table
 AUDITED = ROOT / "tests" / "audited"
 TOLERANCE = 1e-7
 PROGRAMS = corpus.programs()
+THOROUGH = set(
+    """
+    sound/trl_sft_conversations sound/trl_dpo_full_windows sound/peft_lora_accelerate sound/trainer_gradient_checkpointing
+    sound/trainer_bert_loss_overridden sound/trainer_evaluates_every_two_steps sound/trainer_llama
+    sound/trainer_loss_func_sums_over_words sound/sentence_cosine_full_windows sound/lightning_manual_token_counts
+    sound/lightning_accumulates_images sound/lightning_ddp_strategy sound/fsdp2 sound/ddp_no_sync sound/sum_then_all_reduce
+    sound/gpt2_fixed_length sound/clip_after sound/classifier_samples sound/closure sound/reentrant sound/packed_lm
+    sound/mean_teacher sound/two_heads_two_backwards sound/accelerate_accumulate_shuffled sound/plain_counts
+    sound/frozen_backbone faults/trainer_gpt2_counts_per_process faults/trainer_loss_func_means faults/trainer_bert_classifier
+    faults/accelerate_documented faults/rank_seeded_shuffle faults/vae_latent_noise faults/mixup_within_micro_batch
+    faults/class_weighted_mean
+    """.split()
+)
+"""Programs of a cause, or of a library, that others are of, too; `make bench-verdicts` takes all programs in all layouts."""
 
 
 def program(name: str):
@@ -56,7 +71,9 @@ def run(monkeypatch):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+    "program", [thorough(program) if str(program) in THOROUGH else program for program in PROGRAMS], ids=str
+)
 def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
     """The last layout with each cause, of faults on one process and on several; `make bench-verdicts` takes all layouts."""
     layouts = {
@@ -70,6 +87,21 @@ def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
         comparison = compare(reference, server.record([str(program.path)], corpus.variation(layout)), corpus.TOLERANCE)
         assert corpus.verdict(program, layout, comparison) == "right", comparison.findings
         assert comparison.is_exact == (program.expected[layout] in {corpus.EXACT} | HARMLESS)
+
+
+def test_what_is_thorough_leaves_every_cause():
+    """Of each cause on one process and on several, a program is always taken."""
+    taken, left_out = (
+        {
+            (layout[2] > 1, cause)
+            for each in PROGRAMS
+            if is_left_out == (str(each) in THOROUGH)
+            for layout, cause in each.expected.items()
+        }
+        for is_left_out in (False, True)
+    )
+    assert left_out <= taken
+    assert THOROUGH <= set(map(str, PROGRAMS))
 
 
 def test_two_faults_at_once(run):

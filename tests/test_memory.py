@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import thorough
 from common import PLANNED, ROOT, load_benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -419,14 +420,14 @@ DPO = {"objective": "dpo", "dataset_name": "builtin/drawn_pairs", "train_on": "c
 @pytest.mark.parametrize(
     ("changes", "b", "mixed_precision", "recomputed"),
     [
-        ({"architecture": "llama"}, 4, "bf16", False),
+        thorough({"architecture": "llama"}, 4, "bf16", False),
         ({"architecture": "llama"} | LORA, 16, "no", True),
         ({"architecture": "llama", "use_dora": True} | LORA, 4, "bf16", False),
-        ({"architecture": "qwen3"} | LORA, 16, "bf16", False),
-        ({"architecture": "phi3"}, 16, "bf16", True),
+        thorough({"architecture": "qwen3"} | LORA, 16, "bf16", False),
+        thorough({"architecture": "phi3"}, 16, "bf16", True),
         ({"architecture": "gemma3_text"} | LORA, 8, "bf16", False),
-        ({"architecture": "olmo2"}, 8, "no", False),
-        ({"architecture": "gemma2"}, 8, "bf16", False),
+        thorough({"architecture": "olmo2"}, 8, "no", False),
+        thorough({"architecture": "gemma2"}, 8, "bf16", False),
         ({"architecture": "gemma2"} | LORA, 16, "no", True),
         ({"architecture": "llama", "lora_targets": ["q_proj", "v_proj"]} | LORA, 8, "bf16", False),
         ({"architecture": "mistral"} | DPO, 4, "bf16", False),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import thorough
 from common import all_metrics, fresh_accelerator, model_of, samples_of_steps
 from compare import check, same_weights, untimed_metrics
 from faults import limit_memory
@@ -33,11 +34,11 @@ def largest_micro_batch(output_dir) -> int:
 @pytest.mark.parametrize(
     ("holds", "tried", "cap", "program"),
     [
-        (99, [20], 20, "pretrain_gpt2"),
+        thorough(99, [20], 20, "pretrain_gpt2"),
         (10, [20, 10], 10, "pretrain_bert"),
         (9, [20, 10, 5, 7], 7, "pretrain_bert"),  # 3 micro-batches: 2 do not fit
-        (9, [20, 10, 5, 7], 7, "pretrain_gpt2"),
-        (6, [20, 10, 5, 7], 5, "pretrain_bert"),
+        thorough(9, [20, 10, 5, 7], 7, "pretrain_gpt2"),
+        thorough(6, [20, 10, 5, 7], 5, "pretrain_bert"),
         (3, [20, 10, 5, 3, 4], 3, "pretrain_bert"),  # 20 in 7 micro-batches; 5 (4 samples) and 6 (4 samples) do not fit
         (1, [20, 10, 5, 3, 2, 1], 1, "pretrain_gpt2"),
     ],

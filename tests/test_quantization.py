@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from cases import thorough
 from compare import check, hash_run, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,7 @@ FLAGS = "--global_batch_size 10 --lora_rank 4 --lora_alpha 8 --train_on all --lo
 PROGRAM = "finetune_causal_lm"
 
 
-@pytest.mark.parametrize("shape", [(128, 64), (33, 7), (16, 32), (300, 90)])
+@pytest.mark.parametrize("shape", [(128, 64), (33, 7), thorough((16, 32)), thorough((300, 90))])
 def test_codes_are_those_of_bitsandbytes(shape):
     torch.manual_seed(0)
     linear = nn.Linear(*shape[::-1])

@@ -263,6 +263,7 @@ def test_an_owner_of_a_part_that_cannot_write_it(trainings, corpus, tmp_path, mo
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 11))
 
 
+@pytest.mark.thorough  # two generations of processes take half a minute to start; test_restarts.py looks at what they agree on
 @pytest.mark.distributed
 def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tmp_path):
     """The command of docs/reliability.md: a worker kills itself; the curve is that of an undisturbed run."""
