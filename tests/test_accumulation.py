@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import thorough
 from common import metrics, model_of, tiny_argv
 from compare import parameters, relative
 from faults import train_with_code
@@ -152,7 +153,7 @@ def test_launches_that_cannot_be_are_refused(scaler, kind, message):
         launch.prepare(accelerator, model, AccumulatingSGD(model.parameters(), 0.1))
 
 
-@pytest.mark.parametrize(("name", "b"), [("bert_base", 8), ("resnet50_imagenet_4xt4_b512", 2)])
+@pytest.mark.parametrize(("name", "b"), [thorough("bert_base", 8), ("resnet50_imagenet_4xt4_b512", 2)])
 def test_four_bytes_per_parameter_are_saved(name, b):
     """On fake tensors, a micro-batch that is not the first; and in the plan."""
     few = {"num_hidden_layers": 4} if "bert" in name else {}

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from odd_inputs import BOUNDED, CASES, PLACES, READERS, _case, answer
 from odd_runs import REQUEST_CASES, RUN_CASES
 
-NUMBERS = {"fields": (CASES, 25), "others": (BOUNDED, 20), "runs": (RUN_CASES, 20), "requests": (REQUEST_CASES, 20)}
+NUMBERS = {"fields": (CASES, 12), "others": (BOUNDED, 12), "runs": (RUN_CASES, 12), "requests": (REQUEST_CASES, 10)}
 ACCEPTED = ("capacity", "verified images")
 """Readers of caches, which are made anew where they are damaged."""
 

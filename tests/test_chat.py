@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from cases import keep
 from chat_bases import make_tokenizer, save_base, write_chats
 from transformers import AutoModelForCausalLM
 
@@ -57,9 +58,10 @@ def ask(capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "place", ["whole", "adapter", "merged", "merged/adapter", "whole/checkpoint-100", "adapter/checkpoint-160"]
-)
+PLACES = ["whole", "adapter", "merged", "merged/adapter", "whole/checkpoint-100", "adapter/checkpoint-160"]
+
+
+@pytest.mark.parametrize("place", keep(PLACES, ["whole", "merged/adapter", "adapter/checkpoint-160"]))
 def test_every_result_answers_and_stops(results, ask, place):
     assert ask(results / place, flags=("--once", "Say 2.")) == (0, ["cc"])
 

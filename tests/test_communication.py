@@ -269,6 +269,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_other_programs(train, train_on, tmp_path):
     """Two loss terms, adapters, SGD and channels last: 3 workers on 1 process and on 2."""

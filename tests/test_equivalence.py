@@ -84,7 +84,7 @@ CUTS_IN_TIME = {
 }
 
 
-EVERY_CUT = {(workload, *cut) for workload in ("bert", "documents") for cut in CUTS_IN_TIME}
+EVERY_CUT = {("documents", *cut) for cut in CUTS_IN_TIME}
 EVERY_CUT |= {(workload, *cut) for workload in WORKLOADS for cut in ((32, "float32"), (10, "float64"))}
 
 
@@ -236,7 +236,7 @@ def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[l
 
 
 @pytest.mark.parametrize("workload", ["bert", "documents"])
-@pytest.mark.parametrize(("batch", "cap"), [(32, 8), (32, 3), (10, 3)])
+@pytest.mark.parametrize(("batch", "cap"), [thorough(32, 8), thorough(32, 3), (10, 3)])
 def test_the_usual_mean_of_means_fails_the_same_check(scripts, corpus, workload, batch, cap):
     whole = solve_layout(num_processes=1, global_batch_size=batch)
     cut = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=cap)

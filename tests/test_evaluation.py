@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import thorough
 from common import evaluations, fresh_accelerator
 from run_reference import Bigrams, Pairs
 
@@ -33,7 +34,7 @@ RUNS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_processes", "precision"), [(2, "no"), (3, "bf16")])
+@pytest.mark.parametrize(("num_processes", "precision"), [thorough(2, "no"), (3, "bf16")])
 def test_the_same_to_the_bit_on_any_number_of_processes(train, train_on, monkeypatch, num_processes, precision):
     runs = {name: EVALUATE + flags for name, flags in RUNS[num_processes].items()}
     folder = train_on(num_processes, {f"{name}-shared": flags for name, flags in runs.items()}, precision=precision)

@@ -61,6 +61,7 @@ def test_every_cut_in_time_is_the_same_step(train_modern, workload):
     check(cut, whole, "float64")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_every_cut_in_space_is_the_same_step(train_modern, trainings, corpus, tmp_path):
     """Also with weights that are sharded; in float32, where 3 samples are divided among 2 processes, and one gets none."""

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from cases import thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ def test_an_epoch_is_a_permutation(n, seed, epoch):
     assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
 
-@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("n", [4, thorough(5)])
 def test_all_orders_are_equally_likely(n):
     """Chi-square over all n! orders: 100 expected of each; the bound is passed by chance once in 10^6."""
     orders = {4: 24, 5: 120}[n]

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from cases import thorough
 from common import tiny_argv
 from compare import same_weights, untimed_metrics
 from faults import train_with_code
@@ -21,7 +22,7 @@ os.environ["LOCAL_RANK"] = "0"
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
+@pytest.mark.parametrize("more", [thorough(""), " --async_checkpointing"])
 def test_a_machine_is_lost_with_its_disk(trainings, corpus, tmp_path, more):
     flags = "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit 2 --record_samples"
     resuming = f"{flags} --replicate_checkpoints --resume_from_checkpoint latest{more}"

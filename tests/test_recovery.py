@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from cases import thorough
 from common import ROOT, all_metrics, launch_environment, metrics, model_of, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
 from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
@@ -23,7 +24,7 @@ def events(output_dir) -> list[dict]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
+@pytest.mark.parametrize("program", ["pretrain_bert", thorough("pretrain_gpt2")])
 def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, corpus, tmp_path, program):
     """In a forward, a backward, the synchronising backward, the trial of sizes: the same steps, and nobody waits for ever."""
     flags = (

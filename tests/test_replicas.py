@@ -309,6 +309,7 @@ def train_together(train, trainings, corpus: Path, folder: Path, num_steps: int,
     assert relative(parameters(output_dir, ""), parameters(reference, "")) < 1e-11
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_replicas_may_divide_the_weights(train, trainings, corpus, tmp_path):
     """Two replicas of two processes each. One process is killed in a step, its replica ends, is started again, and healed."""

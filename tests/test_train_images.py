@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from cases import thorough
 from common import all_metrics, evaluations, fresh_accelerator, metrics
 from compare import same_weights, untimed_metrics
 from PIL import Image
@@ -119,7 +120,7 @@ def test_the_loss_of_a_string_is_that_of_its_characters_and_only_logged(read):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("more", ["", " --normalization batch", " --normalization batch --exact_batch_norm"])
+@pytest.mark.parametrize("more", ["", thorough(" --normalization batch"), " --normalization batch --exact_batch_norm"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(train, program, more):
     run = partial(train, program=program)
     whole = run("whole", SMALL + more)
