@@ -38,7 +38,7 @@ THOROUGH = set(
     sound/classifier_samples sound/closure sound/reentrant sound/packed_lm sound/mean_teacher
     sound/two_heads_two_backwards sound/accelerate_accumulate_shuffled sound/plain_counts sound/frozen_backbone
     faults/trainer_gpt2_counts_per_process faults/trainer_loss_func_means faults/trainer_bert_classifier
-    faults/accelerate_documented faults/vae_latent_noise faults/mixup_within_micro_batch
+    faults/accelerate_documented faults/mixup_within_micro_batch
     faults/class_weighted_mean
     """.split()
 )
