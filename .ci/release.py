@@ -109,8 +109,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
     moved = {f"samestep/{name.removeprefix('recipes/')}" for name in tracked("recipes/catalog", "accelerate_configs")}
-    missing = (tracked("samestep", "stepaudit") | moved) - held
-    foreign = {name for name in held if not name.startswith(("samestep/", "stepaudit/", "samestep-"))}
+    missing = (tracked("samestep", "stepaudit", "stepplan") | moved) - held
+    foreign = {name for name in held if not name.startswith(("samestep/", "stepaudit/", "stepplan/", "samestep-"))}
     licences = [name for name in held if name.endswith(".dist-info/licenses/LICENSE")]
     if missing or foreign or not licences:
         sys.exit(f"ERROR: {wheel.name} lacks {missing or 'nothing'}, holds {foreign or 'nothing'} beside, {licences=}")

@@ -12,7 +12,7 @@ as they train, so that what they share (memory bandwidth, power) is shared. Ever
 - Link: seconds of all-reduces by gloo (CPU) or NCCL (GPUs), fitted by latency and bandwidth of `timing.ring`. One process
   has no link to measure: its values are assumed, and the file says so.
 
-planner/timing.py takes parts of what a file says: `reachable_fp32` of the float32 peak and `reachable_link` of the link. Both
+stepplan/timing.py takes parts of what a file says: `reachable_fp32` of the float32 peak and `reachable_link` of the link. Both
 were fitted to vendors' numbers, which are peaks. Here they are measured, so they are written divided by these parts: what
 is predicted for a large float32 product and for a ring is then what was measured. The traffic between products was fitted
 to peaks of the memory, too: with a measured bandwidth, some percent below the peak, it is predicted somewhat too slow.
@@ -41,9 +41,9 @@ import torch.multiprocessing as mp
 import yaml
 
 from samestep.errors import UsageError, exit_code
-from samestep.planner.hardware import load_device
-from samestep.planner.timing import CALIBRATION
 from samestep.printing import format_count
+from stepplan.hardware import load_device
+from stepplan.timing import CALIBRATION
 
 RUNS = 7  # medians are of so many
 SHORTEST = 0.1  # seconds that a run takes at the least
@@ -292,7 +292,7 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
     tokens, features = USUAL[kind]
     sources = [
         f"fp32_tflops: {origin}: {single / 1e12:.4g} in products of {tokens:,} tokens and {features} features, {together}; "
-        f"divided by the {CALIBRATION.reachable_fp32} that planner/timing.py takes of it",
+        f"divided by the {CALIBRATION.reachable_fp32} that stepplan/timing.py takes of it",
         f"memory_mib: {has['memory_source']}",
         f"memory_gb_per_s: measured likewise: a copy or sum of {ELEMENTS[kind] * 4 // 2**20} MiB, read and written",
     ]
@@ -308,7 +308,7 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         link_gb_per_s, link_latency_us = bandwidth / 1e9 / CALIBRATION.reachable_link, latency * 1e6
         sources.append(
             f"link_gb_per_s, link_latency_us: measured likewise: {bandwidth / 1e9:.4g} GB/s, a ring fitted to {len(REDUCED)} "
-            f"all-reduces of 4 KiB to 64 MiB; divided by the {CALIBRATION.reachable_link} that planner/timing.py takes of it"
+            f"all-reduces of 4 KiB to 64 MiB; divided by the {CALIBRATION.reachable_link} that stepplan/timing.py takes of it"
         )
     else:
         link, link_gb_per_s, link_latency_us = ASSUMED_LINK[kind]

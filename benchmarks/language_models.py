@@ -15,11 +15,11 @@ import harness
 import yaml
 
 from samestep.cut.layout import solve_layout
-from samestep.planner import base_models, hardware, timing
-from samestep.planner.decoder import Decoder, Program, Tuning
-from samestep.planner.memory import Memory, planned_memory
-from samestep.planner.placement import RESERVED
-from samestep.planner.timing import SUSTAINED, Software, StepTime
+from stepplan import base_models, hardware, timing
+from stepplan.decoder import Decoder, Program, Tuning
+from stepplan.memory import Memory, planned_memory
+from stepplan.placement import RESERVED
+from stepplan.timing import SUSTAINED, Software, StepTime
 
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
@@ -393,7 +393,7 @@ def main() -> None:
         few, many = row["devices"]
         print(f"{row['source']:15} {row['model']:14} {few} to {many} devices: {row['error']:+.1%}")
     if results["fitted"] != SUSTAINED["h100"]:
-        print(f"samestep/planner/timing.py must hold SUSTAINED {results['fitted']}; then run this again")
+        print(f"stepplan/timing.py must hold SUSTAINED {results['fitted']}; then run this again")
 
 
 if __name__ == "__main__":

@@ -83,10 +83,10 @@ def measure_cost(rounds: int) -> dict[str, list[float]]:
 
 
 def plan_cost() -> dict[str, float]:
-    from samestep.planner.hardware import parse
-    from samestep.planner.placement import place
-    from samestep.planner.workload import from_recipe
     from samestep.recipe.recipe import load
+    from stepplan.hardware import parse
+    from stepplan.placement import place
+    from stepplan.workload import from_recipe
 
     changes = {"optimizer": "muon", "muon_learning_rate": 0.005, "muon_momentum": 0.95, "muon_weight_decay": 0.1}
     changes |= {"global_batch_size": COST_BATCH}

@@ -43,8 +43,8 @@ from device import fit_ring, loopback, num_cores
 from harness import table
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.planner import timing
-from samestep.planner.hardware import Hardware, load_device
+from stepplan import timing
+from stepplan.hardware import Hardware, load_device
 
 PROCESSES = (1, 2, 3, 4)
 MICRO_STEPS = (1, 4)  # k

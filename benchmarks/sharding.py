@@ -7,7 +7,7 @@
   gradients are rounding. Under bf16 the measure is how far whole weights are from float32 there, the mean of one and of three
   micro-batches.
 - memory: the most that a micro-batch's forward and backward allocate over what is there before them (parameters, gradients and
-  moments), from torch's profiler, without gloo's own copies; the process that needs most, beside samestep/planner/memory.py.
+  moments), from torch's profiler, without gloo's own copies; the process that needs most, beside stepplan/memory.py.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Predict published throughputs with samestep/planner/timing.py, and fit its constants to them.
+"""Predict published throughputs with stepplan/timing.py, and fit its constants to them.
 
     make bench-timing
 
-Every row of benchmarks/published.yaml is predicted with the constants as they are in planner/timing.py, and with constants
+Every row of benchmarks/published.yaml is predicted with the constants as they are in stepplan/timing.py, and with constants
 fitted to all rows but this one; but those of its machine (a publisher's numbers on one kind of device); but those of its
 chip, whoever published them; but those of its source, one table of one program. Rows under `sharded` are predicted only: no
 constant is fitted to them.
@@ -19,12 +19,12 @@ from harness import table
 from language_models import compare_scaling, summarize, term_shares
 
 from samestep.cut.layout import solve_layout
-from samestep.planner import hardware, memory, timing, transformer
-from samestep.planner.timing import CALIBRATION, Calibration, Software, StepTime, Work
 from samestep.recipe.recipe import load
+from stepplan import hardware, memory, timing, transformer
+from stepplan.timing import CALIBRATION, Calibration, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "published.yaml"
-DIGITS = 3  # of the constants in samestep/planner/timing.py
+DIGITS = 3  # of the constants in stepplan/timing.py
 MEDIAN, WORST = 0.15, 0.35  # what is promised of the two errors without the row
 REMARKABLE = 0.2  # rows further off say why
 SHARDED_WORST = 0.25  # what is promised of the rows that nothing is fitted to
@@ -149,7 +149,7 @@ def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
 
 
 def rounded(calibration: Calibration) -> Calibration:
-    """Round to the digits that samestep/planner/timing.py holds."""
+    """Round to the digits that stepplan/timing.py holds."""
     values = dataclasses.asdict(calibration).items()
     return Calibration(**{name: float(f"{value:.{DIGITS}g}") for name, value in values})
 
@@ -333,7 +333,7 @@ def markdown(results: dict) -> str:
         "Predicted beside published throughput",
         "timing.py",
         results["about"],
-        f"{len(rows)} published numbers from {len(by_name)} machines, each predicted by samestep/planner/timing.py. "
+        f"{len(rows)} published numbers from {len(by_name)} machines, each predicted by stepplan/timing.py. "
         "Nine constants are fitted:\nto all rows; to all but the predicted one; to all but those of its machine, "
         "its chip, its source.\nA constant that only the rows left out decide stays at a first guess: "
         f"{guesses}.\n\n"
@@ -374,7 +374,7 @@ def main() -> None:
         print(f"{row['source']:12} {row['work']:9} {few} to {many} devices: {row['error']:+.1%}")
     fitted = rounded(Calibration(**results["fitted"]))
     if fitted != CALIBRATION:
-        print(f"samestep/planner/timing.py must hold {fitted}; then run this again")
+        print(f"stepplan/timing.py must hold {fitted}; then run this again")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ import stepaudit
 from samestep import cli
 from samestep._internals.library_output import quiet_libraries
 from samestep.errors import exit_code
-from samestep.planner.hardware import load_device, names_by_memory
 from samestep.recipe.recipe import TASKS, Recipe
+from stepplan.hardware import load_device, names_by_memory
 
 DOCS = Path(__file__).resolve().parent
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}

@@ -14,15 +14,15 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness import table
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import parse
-from samestep.planner.methods import METHODS
-from samestep.planner.placement import Placement, place
-from samestep.planner.text import format_seconds
-from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings
 from samestep.recipe.communication import parse as parse_communication
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.recipe import TASKS, catalog_names, load
+from stepplan.hardware import parse
+from stepplan.methods import METHODS
+from stepplan.placement import Placement, place
+from stepplan.text import format_seconds
+from stepplan.workload import from_recipe
 
 TITLES = {
     "bert_pretraining": "BERT pretraining",

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from samestep.cut.order import Order
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
-from samestep.planner.hardware import parse as parse_hardware
-from samestep.planner.placement import place
-from samestep.planner.step_plan import plan_steps
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
+from stepplan.hardware import parse as parse_hardware
+from stepplan.placement import place
+from stepplan.step_plan import plan_steps
+from stepplan.workload import from_recipe
 
 
 def small(schedule: str | None, batch: int = 64, **changes):

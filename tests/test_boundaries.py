@@ -1,4 +1,4 @@
-"""Imports go one way between rooms, the lower ones work without torch, and the audit knows nothing of the recipes."""
+"""Imports go one way between rooms, the lower ones and the planner work without torch, and the audit knows nothing of the rest."""
 
 import ast
 import sys
@@ -10,14 +10,17 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     ["errors", "interrupt", "printing", "_internals"],
     ["recipe", "cut"],
-    ["planner", "step"],
+    ["step"],
     ["data"],
     ["models"],
     ["training"],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCHLESS = {"errors", "interrupt", "printing", "recipe", "cut", "planner"}
+TORCHLESS = {"errors", "interrupt", "printing", "recipe", "cut"}
+PLANNED_WITH = {"errors", "printing", "recipe", "cut"}
+"""Rooms that the planner may import from."""
+WITHOUT_TORCH = sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml", "jinja2"}
 AUDIT_IMPORTS = {
     "stepaudit",
     "torch",
@@ -27,6 +30,7 @@ AUDIT_IMPORTS = {
     "transformers",
 }  # the last for its Trainer's loss only
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "samestep").rglob("*.py"))
+PLANNER = sorted(path.relative_to(ROOT) for path in (ROOT / "stepplan").rglob("*.py"))
 AUDIT = sorted(path.relative_to(ROOT) for path in (ROOT / "stepaudit").rglob("*.py"))
 
 
@@ -52,9 +56,15 @@ def test_imports_go_one_way(module):
             assert FLOOR[name[1]] < FLOOR[room], f"{module} imports {'.'.join(name)}"
         if room in TORCHLESS:
             assert name[:2] != ("samestep", "_internals"), f"{module} imports what needs torch"
-            assert name[0] in sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml", "jinja2"}, (
-                f"{module}: {name[0]}"
-            )
+            assert name[0] in WITHOUT_TORCH, f"{module}: {name[0]}"
+
+
+@pytest.mark.parametrize("module", PLANNER, ids=str)
+def test_the_planner_knows_recipes_and_layouts_only(module):
+    for name in imports(module):
+        assert name[0] in WITHOUT_TORCH | {"stepplan"}, f"{module}: {name[0]}"
+        if name[0] == "samestep":
+            assert name[1] in PLANNED_WITH, f"{module} imports {'.'.join(name)}"
 
 
 @pytest.mark.parametrize("module", AUDIT, ids=str)
@@ -71,7 +81,12 @@ def names(path: Path) -> tuple[set[str], set[str]]:
             target.add(node.attr)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)
-    uses |= {part for name in imports(path) if name[0] not in ("samestep", "stepaudit", "__future__") for part in name}
+    uses |= {
+        part
+        for name in imports(path)
+        if name[0] not in ("samestep", "stepaudit", "stepplan", "__future__")
+        for part in name
+    }
     return tuple(
         {name for name in group if name.startswith("_") and not name.startswith("__")} for group in (defined, uses)
     )
@@ -79,7 +94,7 @@ def names(path: Path) -> tuple[set[str], set[str]]:
 
 def test_what_is_private_of_other_libraries_has_a_room():
     """os._exit and namedtuples' methods are documented."""
-    names_by_module = {module: names(module) for module in MODULES + AUDIT if "_internals" not in str(module)}
+    names_by_module = {module: names(module) for module in MODULES + AUDIT + PLANNER if "_internals" not in str(module)}
     ours = set().union(*(defined for defined, _ in names_by_module.values())) | {"_exit", "_asdict", "_replace"}
     assert {str(module): uses - ours for module, (_, uses) in names_by_module.items() if uses - ours} == {}
 

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
 from samestep.errors import UsageError
-from samestep.planner import base_models
-from samestep.planner.configs import ACTIVATIONS, model_from_config, read_config
-from samestep.planner.decoder import Decoder
+from stepplan import base_models
+from stepplan.configs import ACTIVATIONS, model_from_config, read_config
+from stepplan.decoder import Decoder
 
 
 @pytest.mark.parametrize("kind", SMALL_CONFIGS)

@@ -10,9 +10,9 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from samestep.models.networks import CaptchaReader
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
-from samestep.planner.convnet import ConvNet
-from samestep.planner.memory import model_from_recipe
 from samestep.recipe.recipe import ImageRecipe, catalog_names, load
+from stepplan.convnet import ConvNet
+from stepplan.memory import model_from_recipe
 
 IMAGES = [name for name in catalog_names() if isinstance(load(name), ImageRecipe)]
 SMALL = {

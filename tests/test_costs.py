@@ -5,13 +5,13 @@ import datetime
 
 import pytest
 
-from samestep.planner.answer import describe_placement
-from samestep.planner.costs import RESTART_SECONDS, Terms, describe_costs
-from samestep.planner.hardware import parse
-from samestep.planner.placement import place
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
 from samestep.recipe.run_settings import RunSettings
+from stepplan.answer import describe_placement
+from stepplan.costs import RESTART_SECONDS, Terms, describe_costs
+from stepplan.hardware import parse
+from stepplan.placement import place
+from stepplan.workload import from_recipe
 
 
 def make(recipe: str, hardware: str, **options):

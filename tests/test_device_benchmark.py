@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
-from samestep.planner import timing
-from samestep.planner.hardware import Hardware, load_device, parse
-from samestep.planner.placement import place
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
+from stepplan import timing
+from stepplan.hardware import Hardware, load_device, parse
+from stepplan.placement import place
+from stepplan.workload import from_recipe
 
 device, scaling = load_benchmark("device"), load_benchmark("scaling")
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from torch.distributed.run import get_args_parser
 
 from samestep.cli.launch import launch
 from samestep.errors import UsageError
-from samestep.planner import engines
-from samestep.planner.hardware import parse
-from samestep.planner.placement import place
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
+from stepplan import engines
+from stepplan.hardware import parse
+from stepplan.placement import place
+from stepplan.workload import from_recipe
 
 OUTPUT = ("--", "--output_dir", "/shared/my runs/a")
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
-from samestep.planner.growth import grow, make_remarks
-from samestep.planner.hardware import device_names, load_device
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
+from stepplan.growth import grow, make_remarks
+from stepplan.hardware import device_names, load_device
+from stepplan.workload import from_recipe
 
 
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:

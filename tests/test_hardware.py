@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, names_by_memory, parse
+from stepplan.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, names_by_memory, parse
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "devices.md").read_text(encoding="utf-8")
 NUMBERS = [

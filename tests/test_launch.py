@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError, exit_code
-from samestep.planner.hardware import parse
-from samestep.planner.placement import place
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
 from samestep.training import launch
+from stepplan.hardware import parse
+from stepplan.placement import place
+from stepplan.workload import from_recipe
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"

@@ -8,9 +8,9 @@ from cases import keep
 
 from samestep import cli
 from samestep.errors import UsageError, exit_code
-from samestep.planner.hardware import parse
-from samestep.planner.methods import LENGTHS, METHODS, find_models, find_remedies, load_models, make_model_workload
-from samestep.planner.placement import place
+from stepplan.hardware import parse
+from stepplan.methods import LENGTHS, METHODS, find_models, find_remedies, load_models, make_model_workload
+from stepplan.placement import place
 
 MODELS = load_models()
 
@@ -57,7 +57,7 @@ def test_a_method_is_listed_where_it_helps():
 @pytest.mark.parametrize("methods", [METHODS, METHODS[::-1]])
 def test_remedies_are_sorted_by_time(monkeypatch, methods):
     """Whatever the order of the methods; other hardware comes last, with the steps as they are."""
-    monkeypatch.setattr("samestep.planner.methods.METHODS", methods)
+    monkeypatch.setattr("stepplan.methods.METHODS", methods)
     machine = parse("1x4070ti")
 
     def make(changes):

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.errors import UsageError
-from samestep.planner.timing import count_orthogonalization
-from samestep.planner.workload import from_recipe as plan_recipe
 from samestep.recipe.recipe import load
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim import Muon, muon
 from samestep.step.optim.muon import orthogonalize
+from stepplan.timing import count_orthogonalization
+from stepplan.workload import from_recipe as plan_recipe
 
 FLAGS = " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1 --dtype "
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUP = PROJECT["tool"]["setuptools"]
 IMPORTED_AS = {"pyyaml": "yaml", "scikit-learn": "sklearn", "pillow": "PIL"}
-OURS = {"samestep", "stepaudit"}
+OURS = {"samestep", "stepaudit", "stepplan"}
 
 
 def imported_as(requirements: list[str]) -> set[str]:
@@ -88,7 +88,7 @@ def test_every_file_is_a_module_or_data():
 def test_dependencies_cover_every_import():
     """What no extra is needed for is imported at once; the packages of extras later, or with `optional`."""
     extras = set().union(*(PACKAGES[extra] for extra in EXTRAS))
-    for path in modules("samestep"):
+    for path in [*modules("samestep"), *modules("stepplan")]:
         first, later = imports(path)
         assert first <= BASE, (
             f"{path.relative_to(ROOT)}: {first - BASE} with samestep.recipe.extras.optional, or in a function"
@@ -216,7 +216,7 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("samestep", "stepaudit", "recipes", "accelerate_configs"):
+    for name in (*sorted(OURS), "recipes", "accelerate_configs"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

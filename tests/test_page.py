@@ -24,14 +24,14 @@ from samestep import cli as program
 from samestep.cli.plan import plan
 from samestep.cli.scale import scale
 from samestep.errors import UsageError, exit_code
-from samestep.planner.answer import describe_fits
-from samestep.planner.hardware import DEVICES, device_names, parse
-from samestep.planner.methods import METHODS, Fit, make_model_workload
-from samestep.planner.page import TEMPLATES, _date, fits_page, page
-from samestep.planner.placement import place
-from samestep.planner.text import explain_band, make_fits_table, round_number
 from samestep.recipe.recipe import CATALOG
 from samestep.training.plots import plot_growth
+from stepplan.answer import describe_fits
+from stepplan.hardware import DEVICES, device_names, parse
+from stepplan.methods import METHODS, Fit, make_model_workload
+from stepplan.page import TEMPLATES, _date, fits_page, page
+from stepplan.placement import place
+from stepplan.text import explain_band, make_fits_table, round_number
 
 STYLE, SCRIPT = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 VOID = {"meta", "line", "rect", "circle", "polyline"}

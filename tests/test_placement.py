@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from samestep import cli as program
 from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
-from samestep.planner.base_models import find_base_model, shape_from_config
-from samestep.planner.decoder import Decoder
-from samestep.planner.hardware import device_names, parse
-from samestep.planner.placement import TooLargeError, place
-from samestep.planner.workload import from_model, from_recipe
 from samestep.recipe.recipe import load
+from stepplan.base_models import find_base_model, shape_from_config
+from stepplan.decoder import Decoder
+from stepplan.hardware import device_names, parse
+from stepplan.placement import TooLargeError, place
+from stepplan.workload import from_model, from_recipe
 
 
 def plan(recipe: str, hardware: str, changes: dict | None = None, **settings):

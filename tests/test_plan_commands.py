@@ -16,14 +16,14 @@ from common import tasks_of
 
 from samestep import cli
 from samestep.errors import exit_code
-from samestep.planner.answer import COMPARED, SPEED_BAND
-from samestep.planner.base_models import find_base_model
-from samestep.planner.hardware import parse
-from samestep.planner.placement import place
-from samestep.planner.text import round_number
-from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
+from stepplan.answer import COMPARED, SPEED_BAND
+from stepplan.base_models import find_base_model
+from stepplan.hardware import parse
+from stepplan.placement import place
+from stepplan.text import round_number
+from stepplan.workload import from_recipe
 
 ROOT = Path(__file__).parents[1]
 

@@ -35,11 +35,11 @@ from printed import Printed, all_commands, documents, in_markdown, split
 from samestep import cli
 from samestep.cut.layout import solve_layout
 from samestep.errors import exit_code
-from samestep.planner.workload import from_recipe
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings
 from samestep.training import watch
 from stepaudit import script as audit
+from stepplan.workload import from_recipe
 
 COMMANDS = all_commands()
 AUDITED: set[tuple[str, ...]] = set()

@@ -23,11 +23,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.errors import UsageError, exit_code
 from samestep.models import attention, gpt2_pretraining
-from samestep.planner import transformer
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
 from samestep.step import accumulate, batch_norm, losses
 from samestep.training import launch
+from stepplan import transformer
 
 proof = load_benchmark("proof_gpu")
 speed, speed_cases, tasks = proof.speed, sys.modules["proof.speed_cases"], sys.modules["proof.tasks"]

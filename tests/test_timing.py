@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.planner import timing
-from samestep.planner.hardware import Hardware, device_names, load_device, parse
-from samestep.planner.memory import model_from_recipe
-from samestep.planner.timing import (
+from samestep.recipe.recipe import load
+from stepplan import timing
+from stepplan.hardware import Hardware, device_names, load_device, parse
+from stepplan.memory import model_from_recipe
+from stepplan.timing import (
     ALL_REDUCE,
     BUCKET,
     CALIBRATION,
@@ -26,7 +27,6 @@ from samestep.planner.timing import (
     default_software,
     step_time,
 )
-from samestep.recipe.recipe import load
 
 benchmark = load_benchmark("timing")
 

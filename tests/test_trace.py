@@ -19,13 +19,13 @@ from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.models import trace
 from samestep.models.trace import Trace, imitate_cuda, trace_config, trace_recipe, trace_step, traced_model
-from samestep.planner.base_models import find_base_model
-from samestep.planner.configs import model_from_config, read_config
-from samestep.planner.memory import model_from_recipe, planned_memory
-from samestep.planner.timing import count_work
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import optim
+from stepplan.base_models import find_base_model
+from stepplan.configs import model_from_config, read_config
+from stepplan.memory import model_from_recipe, planned_memory
+from stepplan.timing import count_work
+from stepplan.workload import from_recipe
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 PIXELS = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 32, "patch_size": 8}

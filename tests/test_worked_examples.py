@@ -8,7 +8,7 @@ import yaml
 
 from samestep import cli as program
 from samestep.errors import exit_code
-from samestep.planner.hardware import DEVICES, load_device
+from stepplan.hardware import DEVICES, load_device
 
 
 def plan(monkeypatch, capsys, line: str) -> dict:

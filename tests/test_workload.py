@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from samestep.errors import UsageError
-from samestep.planner import base_models, decoder, timing
-from samestep.planner.configs import model_from_config
-from samestep.planner.hardware import parse
-from samestep.planner.memory import has_formula
-from samestep.planner.placement import place
-from samestep.planner.workload import from_model, from_recipe
 from samestep.recipe.recipe import load
+from stepplan import base_models, decoder, timing
+from stepplan.configs import model_from_config
+from stepplan.hardware import parse
+from stepplan.memory import has_formula
+from stepplan.placement import place
+from stepplan.workload import from_model, from_recipe
 
 BERT = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "vocab_size": 100, "hidden_size": 32}
 BERT |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}

@@ -82,7 +82,7 @@ def plan(work: Work) -> dict[str, float | str]:
     """Plan the work on this device, by the command that users type."""
     import torch
 
-    from samestep.planner.hardware import find_device
+    from stepplan.hardware import find_device
 
     device = find_device(torch.cuda.get_device_name()) if tasks.has_gpu() else "cpu"
     words = ["samestep", "plan", work.recipe, "--on", f"1x{device}", "--global_batch_size", str(2 * work.size)]

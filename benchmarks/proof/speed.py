@@ -58,9 +58,9 @@ from proof.speed_cases import (
 from proof.tasks import ROOT, Task, free, line, verdict
 from samestep.data.steps import to_device
 from samestep.errors import RunError
-from samestep.planner import hardware, transformer
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import accumulate, batch_norm, losses, optim
+from stepplan import hardware, transformer
 
 PUBLISHED = ROOT / "benchmarks" / "published.yaml"
 PRODUCTS = "products of matrices"
@@ -69,7 +69,7 @@ TITLE = "Speed of a step"
 ABOUT = """\
 Of products: what is done for real tokens, as a part of what a large bfloat16 product reaches; BERT's last layer and
 GPT-2's attention leave out what is not needed. Of published numbers: by the formula of the whole model, as a part of
-what planner/devices/ says of the device. In bold the fastest exact variant of each case, beside published numbers per
+what stepplan/devices/ says of the device. In bold the fastest exact variant of each case, beside published numbers per
 device (benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the
 published trainings of BERT have: its cost is in the second table.
 """

@@ -16,9 +16,9 @@ import torch
 from samestep.cut.partition import partition
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models.summed_losses import SummedLosses
-from samestep.planner import convnet, transformer
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import batch_norm
+from stepplan import convnet, transformer
 
 LENGTHS = Path(__file__).parent / "lengths.json"
 

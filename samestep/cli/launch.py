@@ -7,12 +7,12 @@ import subprocess
 
 from samestep.cli.flags import NETWORK, read_recipe, write_file
 from samestep.errors import UsageError
-from samestep.planner import engines
-from samestep.planner.hardware import parse
-from samestep.planner.placement import TooLargeError, place
-from samestep.planner.workload import format_flags, from_recipe
 from samestep.recipe import run_settings
 from samestep.recipe.settings import program_name, setting
+from stepplan import engines
+from stepplan.hardware import parse
+from stepplan.placement import TooLargeError, place
+from stepplan.workload import format_flags, from_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

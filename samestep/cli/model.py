@@ -9,16 +9,16 @@ from typing import Any
 from samestep.cli.flags import build_each, make_subject_parser
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
-from samestep.planner.base_models import find_config, is_decoder, shape_from_config
-from samestep.planner.configs import IMAGE, has_formula, model_from_config
-from samestep.planner.methods import STARTING_RECIPE
-from samestep.planner.workload import Workload, from_model
 from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES
 from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
+from stepplan.base_models import find_config, is_decoder, shape_from_config
+from stepplan.configs import IMAGE, has_formula, model_from_config
+from stepplan.methods import STARTING_RECIPE
+from stepplan.workload import Workload, from_model
 
 FINE_TUNING = {
     "source": "fine-tuning on conversations; the learning rate is the usual one of all weights where none was given, not tuned",

@@ -18,19 +18,19 @@ from samestep.cli.scale import DEFAULT_MAX_DEVICES
 from samestep.cli.terms import HardwareSettings, read_terms
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
-from samestep.planner import answer, text
-from samestep.planner.growth import MOST_DEVICES
-from samestep.planner.hardware import MAX_DEVICES, Hardware, parse
-from samestep.planner.memory import model_from_recipe
-from samestep.planner.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
-from samestep.planner.page import page
-from samestep.planner.placement import Placement, TooLargeError, place
-from samestep.planner.workload import Workload, format_flags, from_recipe
 from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe, TextPretraining
 from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
+from stepplan import answer, text
+from stepplan.growth import MOST_DEVICES
+from stepplan.hardware import MAX_DEVICES, Hardware, parse
+from stepplan.memory import model_from_recipe
+from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
+from stepplan.page import page
+from stepplan.placement import Placement, TooLargeError, place
+from stepplan.workload import Workload, format_flags, from_recipe
 
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""

@@ -16,13 +16,13 @@ from samestep.cli.model import (
 )
 from samestep.cli.plan import PlanSettings, answer_plan, answer_recipe, count_steps, write_recipe
 from samestep.errors import UsageError
-from samestep.planner.base_models import find_config, is_decoder
-from samestep.planner.configs import IMAGE
-from samestep.planner.methods import STARTING_RECIPE
-from samestep.planner.workload import Workload, format_flags
 from samestep.recipe import scaling
 from samestep.recipe.reading import format_name
 from samestep.recipe.scaling import Hyperparameters
+from stepplan.base_models import find_config, is_decoder
+from stepplan.configs import IMAGE
+from stepplan.methods import STARTING_RECIPE
+from stepplan.workload import Workload, format_flags
 
 
 def plan_model(argv: list[str]) -> None:

@@ -72,7 +72,7 @@ def advise(argv: list[str]) -> int:
     file = settings.write_recipe
     if file is not None and not file.endswith((".yaml", ".yml")):
         raise UsageError(f"write_recipe is {format_name(file)}, must end in .yaml: recipes are found by that")
-    from samestep.planner import advice  # here: the other commands need no planner
+    from stepplan import advice  # here: the other commands need no planner
 
     result, changed = advice.advise(folders[0], settings.max_extra_tokens, grows=settings.ramp)
     if file is not None and changed is not None:

@@ -5,12 +5,12 @@ import json
 
 from samestep.cli.flags import NETWORK, OutputSettings, read_recipe, write_file
 from samestep.cli.model import load_fine_tuning, make_workload, read_model
-from samestep.planner import answer, text
-from samestep.planner.base_models import find_config, is_decoder
-from samestep.planner.hardware import MAX_DEVICES, load_device, set_network
-from samestep.planner.workload import Workload, from_recipe
 from samestep.recipe.extras import require
 from samestep.recipe.settings import limit, setting
+from stepplan import answer, text
+from stepplan.base_models import find_config, is_decoder
+from stepplan.hardware import MAX_DEVICES, load_device, set_network
+from stepplan.workload import Workload, from_recipe
 
 DEFAULT_MAX_DEVICES = 4096
 

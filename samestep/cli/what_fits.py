@@ -8,13 +8,13 @@ from samestep.cli.flags import NETWORK, make_subject_parser, retype, write_file
 from samestep.cli.model import CONVERSATION_FILE
 from samestep.cli.terms import read_prices
 from samestep.errors import UsageError
-from samestep.planner import answer, text
-from samestep.planner.hardware import parse
-from samestep.planner.methods import STARTING_RECIPE, find_models
-from samestep.planner.page import fits_page
-from samestep.planner.workload import format_flags
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import BATCH, LENGTH, build, setting
+from stepplan import answer, text
+from stepplan.hardware import parse
+from stepplan.methods import STARTING_RECIPE, find_models
+from stepplan.page import fits_page
+from stepplan.workload import format_flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

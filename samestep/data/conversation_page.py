@@ -11,8 +11,8 @@ import numpy as np
 
 from samestep.data.conversation_rows import name_sources
 from samestep.data.conversations import Conversations
-from samestep.planner import page
 from samestep.recipe.recipe import Recipe
+from stepplan import page
 
 TEMPLATES = Path(__file__).parent / "templates"
 NUM_BINS = 24  # of the chart of lengths, at most

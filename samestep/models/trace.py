@@ -26,15 +26,15 @@ from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode,
 from samestep.errors import UsageError
 from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
-from samestep.planner import base_models
-from samestep.planner.decoder import Decoder
-from samestep.planner.memory import model_from_recipe
-from samestep.planner.transformer import Peak
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step import optim
 from samestep.step.noise import noise_by_sample
+from stepplan import base_models
+from stepplan.decoder import Decoder
+from stepplan.memory import model_from_recipe
+from stepplan.transformer import Peak
 
 OLDEST = {torch: (2, 13), transformers: (5, 23)}
 """Versions from which on what is traced is right: older ones have other operators, which fake tensors do not pass."""

@@ -10,13 +10,13 @@ from accelerate.utils import broadcast_object_list
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.planner.memory import has_formula
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import EXACT_SUM_BYTES
 from samestep.training.launch import count_copies, is_sharded
+from stepplan.memory import has_formula
+from stepplan.workload import from_recipe
 
 USABLE = 0.8
 """Share of the free memory that a micro-batch chosen here may fill by the plan."""

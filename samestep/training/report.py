@@ -27,7 +27,6 @@ from samestep.cut.spans import Spans
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
 from samestep.models import pretrained
-from samestep.planner import batch_size, text
 from samestep.printing import fold
 from samestep.recipe import run_files
 from samestep.recipe.recipe import Recipe
@@ -37,6 +36,7 @@ from samestep.training import card, checkpoint, digest, plots, stragglers
 from samestep.training.checkpoint import LINES
 from samestep.training.evaluation import Evaluation
 from samestep.training.shared_folder import SharedFolder
+from stepplan import batch_size, text
 
 SECONDS_TO_UNLOCK = 10.0
 """For workers of an earlier generation to end, which hold the lock of the output folder."""

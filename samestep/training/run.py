@@ -34,9 +34,6 @@ from samestep.data.steps import MicroBatch, StepData, Steps, find_terms_without_
 from samestep.errors import UsageError
 from samestep.models import pretrained, small_model
 from samestep.models.summed_losses import SummedLosses
-from samestep.planner.batch_size import Measurement
-from samestep.planner.ramp import NoiseFollower
-from samestep.planner.step_plan import describe_sizes, plan_steps
 from samestep.printing import fold
 from samestep.recipe import communication, rehearsal, run_settings
 from samestep.recipe.batch_schedule import parse
@@ -56,6 +53,9 @@ from samestep.training.peer_copies import PeerCopies
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.replicas import HasEnded, Replicas
 from samestep.training.stragglers import StepClock
+from stepplan.batch_size import Measurement
+from stepplan.ramp import NoiseFollower
+from stepplan.step_plan import describe_sizes, plan_steps
 
 DECIDED_BY_WEIGHTS = (*CausalLmFineTuning.SHAPE, "architecture", "vocab_size", "tokenizer_name")
 """Flags that have no place beside weights to start from, and those of a session that has ended."""

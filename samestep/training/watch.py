@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from samestep.errors import UsageError, reason
-from samestep.planner.page import TEMPLATES as SHARED_TEMPLATES
-from samestep.planner.page import find_policy, make_environment
 from samestep.printing import format_count
 from samestep.recipe.reading import format_name, read_json, read_yaml
 from samestep.recipe.run_files import RECIPE, SETTINGS, LineFile, find_problems, parse_line
+from stepplan.page import TEMPLATES as SHARED_TEMPLATES
+from stepplan.page import find_policy, make_environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_POINTS = 600

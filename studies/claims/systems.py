@@ -22,10 +22,10 @@ from verdicts import Claim, Experiment, column, near, rounds, so, within
 
 from samestep.cut import layout as plan
 from samestep.models import trace
-from samestep.planner import hardware, memory, placement, timing
-from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
 from samestep.step.optim import AccumulatingSGD, accumulating
+from stepplan import hardware, memory, placement, timing
+from stepplan.workload import from_recipe
 
 HERE = (sys.modules[__name__],)
 Result = dict[str, Any]
@@ -616,7 +616,7 @@ def larger_table(results: list[Result]) -> str:
     rows = "".join(f"| {name} | {hours:,.0f} | {20 * hours:,.0f} |\n" for name, hours in of.items())
     return (
         "| told experiment | hours of one run | of 4 variants, 5 seeds |\n|---|---|---|\n"
-        f"{rows}\nOn one A100-80 in bf16, predicted by planner.timing at one learning rate per variant; a choice of rates "
+        f"{rows}\nOn one A100-80 in bf16, predicted by stepplan.timing at one learning rate per variant; a choice of rates "
         "multiplies "
         "it. ResNet-18 on CIFAR-10 for 20 epochs is minutes on a GPU, but its data need a network.\n\n"
         "Told with numbers, and not checked here: accuracies on MNLI (+0.4, +0.9, +1.1 points) and of next sentences (98.1 "
@@ -688,7 +688,7 @@ EXPERIMENTS = [
     Experiment(
         "fits",
         "What fits",
-        "Bytes at the fullest moment of a step: by planner.memory's formula for the programs of this repository, and traced "
+        "Bytes at the fullest moment of a step: by stepplan.memory's formula for the programs of this repository, and traced "
         "on fake "
         f"tensors for transformers' own model and loss. Of the card {placement.RESERVED / 1e9:g} GB are left for the CUDA "
         "context.",
@@ -714,7 +714,7 @@ EXPERIMENTS = [
     Experiment(
         "collectives",
         "Broadcasts and all-reduces",
-        "A simulation in which a node sends one message at a time, and samestep.planner.timing's formulas.",
+        "A simulation in which a node sends one message at a time, and stepplan.timing's formulas.",
         SETTINGS["collectives"],
         collectives,
         collectives_claims,
@@ -724,7 +724,7 @@ EXPERIMENTS = [
     Experiment(
         "communication",
         "Communication that is saved",
-        "Bytes: DistributedDataParallel on one gloo process, counted by a communication hook. Hours: samestep.planner.timing.",
+        "Bytes: DistributedDataParallel on one gloo process, counted by a communication hook. Hours: stepplan.timing.",
         SETTINGS["communication"],
         communication,
         communication_claims,
@@ -736,7 +736,7 @@ EXPERIMENTS = [
         "Time of accumulation",
         "128 samples in one piece and in 4, an MLP of 1.3M parameters with AdamW, medians of 15 steps each in turns; "
         "ResNet-50 in fp16 "
-        "by samestep.planner.timing.",
+        "by stepplan.timing.",
         SETTINGS["slower"],
         slower,
         slower_claims,
@@ -746,7 +746,7 @@ EXPERIMENTS = [
     Experiment(
         "larger",
         "What a larger run would take",
-        "Arithmetic of samestep.planner.timing.",
+        "Arithmetic of stepplan.timing.",
         {},
         larger,
         larger_claims,

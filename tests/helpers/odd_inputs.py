@@ -40,13 +40,13 @@ from samestep.data import (
     tokenizer,
 )
 from samestep.errors import UsageError, exit_code
-from samestep.planner.base_models import FIELDS
-from samestep.planner.configs import LISTS, RATES, SIZES
-from samestep.planner.hardware import DEVICES, Device
 from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 from samestep.training import capacity, checkpoint
+from stepplan.base_models import FIELDS
+from stepplan.configs import LISTS, RATES, SIZES
+from stepplan.hardware import DEVICES, Device
 
 SECONDS, MEMORY = 20, 2 * 2**30
 LONGEST = 300  # seconds after which a case hangs

@@ -25,12 +25,12 @@ from safetensors.torch import save_file
 
 from samestep.cli import main
 from samestep.errors import UsageError
-from samestep.planner.ramp import NoiseFollower
 from samestep.recipe import recipe as recipes
 from samestep.recipe.batch_schedule import parse
 from samestep.step.exact_sum import ExactSum
 from samestep.training import checkpoint, plots, report, watch
 from samestep.training.shared_folder import SharedFolder
+from stepplan.ramp import NoiseFollower
 
 RUN = recipes.load("gpt2_small_cpu")
 NUM_STEPS = 40

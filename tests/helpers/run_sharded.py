@@ -17,9 +17,9 @@ from samestep.cut.layout import solve_layout
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.errors import exit_code
 from samestep.models import bert_pretraining, gpt2_pretraining
-from samestep.planner.memory import model_from_recipe, planned_memory
 from samestep.step import accumulate, losses
 from samestep.training import launch
+from stepplan.memory import model_from_recipe, planned_memory
 
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES = 12

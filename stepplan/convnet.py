@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from samestep.planner.transformer import Peak
+from stepplan.transformer import Peak
 
 
 @dataclasses.dataclass(frozen=True)

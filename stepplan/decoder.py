@@ -9,7 +9,7 @@ import dataclasses
 from typing import NamedTuple
 
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
-from samestep.planner.transformer import Peak
+from stepplan.transformer import Peak
 
 ALL_LINEAR = "all-linear"
 NF4_BLOCK, NF4_GROUP = 64, 256

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import MAX_DEVICES, Device, Hardware, load_device, names_by_memory
-from samestep.planner.placement import Placement, place
-from samestep.planner.workload import Workload
 from samestep.printing import format_count
+from stepplan.hardware import MAX_DEVICES, Device, Hardware, load_device, names_by_memory
+from stepplan.placement import Placement, place
+from stepplan.workload import Workload
 
 MOST_DEVICES = 128
 """Largest number of devices that `find_hardware` tries."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.errors import UsageError, nearest
-from samestep.planner.page import TEMPLATES
-from samestep.planner.placement import Placement
 from samestep.recipe.reading import format_name
+from stepplan.page import TEMPLATES
+from stepplan.placement import Placement
 
 TIME_RESERVE = 1.2
 """Factor of the longest predicted time that a job asks for: evaluations and checkpoints are not predicted."""

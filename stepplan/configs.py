@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner import convnet, transformer
-from samestep.planner.transformer import Transformer
 from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
 from samestep.recipe.settings import ACTIVATIONS
+from stepplan import convnet, transformer
+from stepplan.transformer import Transformer
 
 Model = Transformer | convnet.ConvNet
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from samestep.cut.layout import Layout, shares, solve_layout
 from samestep.errors import UsageError
-from samestep.planner.convnet import ConvNet
-from samestep.planner.hardware import Hardware
-from samestep.planner.memory import Memory, count_trained
-from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
-from samestep.planner.workload import Workload
 from samestep.recipe.launches import Refusal
 from samestep.recipe.reading import is_installed, read_yaml, shipped_folder
+from stepplan.convnet import ConvNet
+from stepplan.hardware import Hardware
+from stepplan.memory import Memory, count_trained
+from stepplan.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
+from stepplan.workload import Workload
 
 CONFIGS = shipped_folder("accelerate_configs")
 RESERVED = 1.2e9

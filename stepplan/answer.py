@@ -4,18 +4,18 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.planner.convnet import ConvNet
-from samestep.planner.costs import Terms, describe_costs
-from samestep.planner.decoder import Decoder
-from samestep.planner.growth import Row, grow, make_remarks
-from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Memory, count_trained
-from samestep.planner.methods import Fit
-from samestep.planner.placement import Placement
-from samestep.planner.transformer import Transformer
-from samestep.planner.workload import Workload
 from samestep.recipe.communication import count_sent_bytes, describe
 from samestep.recipe.launches import find_refusal
+from stepplan.convnet import ConvNet
+from stepplan.costs import Terms, describe_costs
+from stepplan.decoder import Decoder
+from stepplan.growth import Row, grow, make_remarks
+from stepplan.hardware import Device, Hardware
+from stepplan.memory import Memory, count_trained
+from stepplan.methods import Fit
+from stepplan.placement import Placement
+from stepplan.transformer import Transformer
+from stepplan.workload import Workload
 
 POINTS = 100
 """Points of the learning rate's curve."""

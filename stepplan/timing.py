@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.planner.decoder import Decoder
-from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Model, count_trained, gathered_bytes
-from samestep.planner.transformer import Transformer
 from samestep.printing import format_count
+from stepplan.decoder import Decoder
+from stepplan.hardware import Device, Hardware
+from stepplan.memory import Model, count_trained, gathered_bytes
+from stepplan.transformer import Transformer
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP reduces at once."""
@@ -158,7 +158,7 @@ class Work:
 def count_work(model: Model, mixed_precision: str) -> Work:
     """Count the work for a whole sample of a model.
 
-    >>> from samestep.planner.memory import model_from_recipe
+    >>> from stepplan.memory import model_from_recipe
     >>> from samestep.recipe.recipe import load
     >>> work = count_work(model_from_recipe(load("gpt2_124m")), "bf16")
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)

@@ -7,9 +7,13 @@ from typing import Any
 from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.planner.convnet import ConvNet
-from samestep.planner.decoder import Decoder
-from samestep.planner.memory import (
+from samestep.recipe.communication import Communication, count_kept_bytes
+from samestep.recipe.launches import Refusal, find_refusal
+from samestep.recipe.recipe import ImageRecipe, Recipe
+from samestep.recipe.schedule import Schedule
+from stepplan.convnet import ConvNet
+from stepplan.decoder import Decoder
+from stepplan.memory import (
     MOMENTS,
     Memory,
     Model,
@@ -18,12 +22,8 @@ from samestep.planner.memory import (
     model_from_recipe,
     planned_memory,
 )
-from samestep.planner.step_plan import GrowingSchedule, plan_steps
-from samestep.planner.transformer import Transformer
-from samestep.recipe.communication import Communication, count_kept_bytes
-from samestep.recipe.launches import Refusal, find_refusal
-from samestep.recipe.recipe import ImageRecipe, Recipe
-from samestep.recipe.schedule import Schedule
+from stepplan.step_plan import GrowingSchedule, plan_steps
+from stepplan.transformer import Transformer
 
 UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16, "muon": 40}
 """Bytes that an update moves per trained parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m; Muon, of

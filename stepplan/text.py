@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.planner.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
-from samestep.planner.placement import BAND, RESERVED
-from samestep.planner.step_plan import describe_sizes
 from samestep.printing import line_width, wrap
 from samestep.recipe.reading import is_installed
+from stepplan.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
+from stepplan.placement import BAND, RESERVED
+from stepplan.step_plan import describe_sizes
 
 OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time

@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner.convnet import ConvNet
-from samestep.planner.memory import count_trained
-from samestep.planner.placement import Placement
 from samestep.recipe.reading import format_name
 from samestep.recipe.run_settings import RunSettings
+from stepplan.convnet import ConvNet
+from stepplan.memory import count_trained
+from stepplan.placement import Placement
 
 DISK = 1.0
 """Rate at which checkpoints are written, GB/s. Assumed: a disk of a rented machine, or a fast network file system."""

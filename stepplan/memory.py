@@ -9,10 +9,6 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.planner import base_models, convnet, transformer
-from samestep.planner.convnet import ConvNet
-from samestep.planner.decoder import Decoder, Tuning
-from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import (
     TASKS,
     BertPretraining,
@@ -25,6 +21,10 @@ from samestep.recipe.recipe import (
     Recipe,
     TextClassification,
 )
+from stepplan import base_models, convnet, transformer
+from stepplan.convnet import ConvNet
+from stepplan.decoder import Decoder, Tuning
+from stepplan.transformer import Transformer
 
 Model = Transformer | Decoder | ConvNet
 MOMENTS = {"adamw": 8, "sgd": 4, "adamw_8bit": 2}

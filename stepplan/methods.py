@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner.base_models import read_table, shape_from_config
-from samestep.planner.decoder import Shape
-from samestep.planner.growth import find_hardware
-from samestep.planner.hardware import Hardware
-from samestep.planner.placement import Placement, place
-from samestep.planner.workload import Workload, from_recipe
 from samestep.recipe.recipe import CausalLmFineTuning, load, overlay
 from samestep.recipe.settings import build
+from stepplan.base_models import read_table, shape_from_config
+from stepplan.decoder import Shape
+from stepplan.growth import find_hardware
+from stepplan.hardware import Hardware
+from stepplan.placement import Placement, place
+from stepplan.workload import Workload, from_recipe
 
 STARTING_RECIPE = "sft_small_cpu"
 """Recipe whose objective and program fine-tune a model of the table."""

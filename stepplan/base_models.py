@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner import configs
-from samestep.planner.decoder import Latent, Shape
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, parse_json, read_json
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe, catalog_names, load
+from stepplan import configs
+from stepplan.decoder import Latent, Shape
 
 TABLE = Path(__file__).parent / "base_models.json"
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "mixtral", "qwen3_moe", "phi3", "helium")
