@@ -39,12 +39,12 @@ from samestep.data import sentence_pairs, token_blocks
 from samestep.data.steps import StepData, Steps
 from samestep.models import bert_pretraining, gpt2_pretraining
 from samestep.models.summed_losses import SummedLosses
+from samestep.recipe import batch_size
 from samestep.recipe import recipe as recipes
 from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.step import losses
 from samestep.step.noise_scale import NoiseMeter
 from samestep.training.run import Run
-from stepplan import batch_size
 
 WIDTH, BATCH = 64, 24
 DEVIATIONS = 1 / np.sqrt(np.arange(1, WIDTH + 1))  # of each number of a target's gradient

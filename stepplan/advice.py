@@ -14,12 +14,11 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.printing import format_count
+from samestep.recipe import batch_size, ramp, scaling
 from samestep.recipe import recipe as recipes
-from samestep.recipe import scaling
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe, TextPretraining
 from samestep.recipe.run_files import read_lines, read_settings
-from stepplan import batch_size, ramp
 from stepplan.text import round_number
 
 MAX_HALF_WIDTH = 0.5

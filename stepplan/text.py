@@ -9,9 +9,9 @@ from typing import Any
 from samestep.cut.layout import Layout
 from samestep.printing import line_width, wrap
 from samestep.recipe.reading import is_installed
+from samestep.recipe.step_plan import describe_sizes, explain_accumulation
 from stepplan.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
 from stepplan.placement import BAND, RESERVED
-from stepplan.step_plan import describe_sizes
 
 OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
@@ -237,17 +237,6 @@ def _list_details(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "trace", _describe_trace(answer["trace"])
     if "hardware" in answer:
         yield from _list_hardware(answer)
-
-
-def explain_accumulation(second_moment: str | None) -> str:
-    """Say what accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
-    exact = "the cut is exact"
-    if second_moment is not None:
-        exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
-    return (
-        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}; the gradient's norm "
-        "is an estimate, and clipping keeps the direction of the unclipped step"
-    )
 
 
 def _list_schedule(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from samestep.recipe.communication import Communication, count_kept_bytes
 from samestep.recipe.launches import Refusal, find_refusal
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
+from samestep.recipe.step_plan import GrowingSchedule, plan_steps
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder
 from stepplan.memory import (
@@ -22,7 +23,6 @@ from stepplan.memory import (
     model_from_recipe,
     planned_memory,
 )
-from stepplan.step_plan import GrowingSchedule, plan_steps
 from stepplan.transformer import Transformer
 
 UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16, "muon": 40}

@@ -8,9 +8,9 @@ import pytest
 
 from samestep import cli
 from samestep.errors import exit_code
+from samestep.recipe import ramp, step_plan
 from samestep.recipe import recipe as recipes
-from stepplan import ramp, step_plan
-from stepplan.batch_size import Measurement
+from samestep.recipe.batch_size import Measurement
 
 EVEN = (1.0, 9.0, 0.1)
 """Signal, noise, and by how much each changes between steps: a noise scale of 9 batches."""

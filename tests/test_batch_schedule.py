@@ -17,9 +17,9 @@ from samestep.cut.order import Order
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
 from samestep.recipe.recipe import load
+from samestep.recipe.step_plan import plan_steps
 from stepplan.hardware import parse as parse_hardware
 from stepplan.placement import place
-from stepplan.step_plan import plan_steps
 from stepplan.workload import from_recipe
 
 

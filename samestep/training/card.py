@@ -22,7 +22,7 @@ from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.schedule import Schedule
-from stepplan.step_plan import GrowingSchedule
+from samestep.recipe.step_plan import GrowingSchedule
 
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
 UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a step had

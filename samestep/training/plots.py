@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stepplan import batch_size
+from samestep.recipe import batch_size
 
 COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
 OUTCOMES = {"wrong": "#b3261e", "right": "#1f5fa8"}  # told apart by the colour-blind, too

@@ -28,15 +28,15 @@ from samestep.data.steps import StepData, Steps
 from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
 from samestep.models import pretrained
 from samestep.printing import fold
-from samestep.recipe import run_files
+from samestep.recipe import batch_size, run_files
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.step_plan import explain_accumulation
 from samestep.step.exact_sum import add_exactly
 from samestep.training import card, checkpoint, digest, plots, stragglers
 from samestep.training.checkpoint import LINES
 from samestep.training.evaluation import Evaluation
 from samestep.training.shared_folder import SharedFolder
-from stepplan import batch_size, text
 
 SECONDS_TO_UNLOCK = 10.0
 """For workers of an earlier generation to end, which hold the lock of the output folder."""
@@ -186,7 +186,7 @@ class RunLog:
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
         self._start_tracker()
         if recipe.accumulation == "optimizer":
-            accelerator.print(fold(text.explain_accumulation(recipe.second_moment)))
+            accelerator.print(fold(explain_accumulation(recipe.second_moment)))
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
 

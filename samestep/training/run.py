@@ -37,9 +37,12 @@ from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import communication, rehearsal, run_settings
 from samestep.recipe.batch_schedule import parse
+from samestep.recipe.batch_size import Measurement
 from samestep.recipe.launches import find_refusal
+from samestep.recipe.ramp import NoiseFollower
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe
 from samestep.recipe.settings import drop_flags
+from samestep.recipe.step_plan import describe_sizes, plan_steps
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.compression import PowerSgd, TopK
 from samestep.step.exact_sum import ExactSum
@@ -53,9 +56,6 @@ from samestep.training.peer_copies import PeerCopies
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.replicas import HasEnded, Replicas
 from samestep.training.stragglers import StepClock
-from stepplan.batch_size import Measurement
-from stepplan.ramp import NoiseFollower
-from stepplan.step_plan import describe_sizes, plan_steps
 
 DECIDED_BY_WEIGHTS = (*CausalLmFineTuning.SHAPE, "architecture", "vocab_size", "tokenizer_name")
 """Flags that have no place beside weights to start from, and those of a session that has ended."""

@@ -27,10 +27,10 @@ from samestep.cli import main
 from samestep.errors import UsageError
 from samestep.recipe import recipe as recipes
 from samestep.recipe.batch_schedule import parse
+from samestep.recipe.ramp import NoiseFollower
 from samestep.step.exact_sum import ExactSum
 from samestep.training import checkpoint, plots, report, watch
 from samestep.training.shared_folder import SharedFolder
-from stepplan.ramp import NoiseFollower
 
 RUN = recipes.load("gpt2_small_cpu")
 NUM_STEPS = 40

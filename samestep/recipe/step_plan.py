@@ -161,3 +161,14 @@ def _make_schedule(
             f"{total:,} that it may: give a shorter one, or train longer"
         )
     return dataclasses.replace(base, num_warmup_steps=num_warmup)
+
+
+def explain_accumulation(second_moment: str | None) -> str:
+    """Say what accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
+    exact = "the cut is exact"
+    if second_moment is not None:
+        exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
+    return (
+        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}; the gradient's norm "
+        "is an estimate, and clipping keeps the direction of the unclipped step"
+    )

@@ -8,8 +8,8 @@ from typing import Any
 
 from samestep.recipe import recipe as recipes
 from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes
+from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
 from samestep.recipe.recipe import Recipe
-from stepplan.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
 
 MEASUREMENTS = 8
 """Measured steps between two decisions of a batch that follows the noise; each looks at twice as many."""
