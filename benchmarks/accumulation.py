@@ -3,7 +3,7 @@
     make bench-accumulation
 
 - memory: BERT-Base's encoder (12 layers x 768) on one short sample per micro-batch, so that parameters, gradients and moments
-  are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `models.trace` counts
+  are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `stepplan.trace` counts
   them, and the resident set that the system counts, at their highest, less what was there before the model. With two processes
   gradient accumulation is DistributedDataParallel's, gradients as views of its buckets, with no_sync.
 - time: the steps of bert_small_cpu (micro-batches of b sequences of 128), both optimizers by turns on the same micro-batches,
@@ -37,10 +37,10 @@ from samestep.cut.order import Order
 from samestep.data import sentence_pairs
 from samestep.data.steps import StepData, Steps
 from samestep.models.bert_pretraining import PretrainingSums
-from samestep.models.trace import _Tracer
 from samestep.recipe import run_settings as run
 from samestep.step import losses, optim
 from samestep.step.optim import Accumulating, AccumulatingAdamW
+from stepplan.trace import _Tracer
 
 WARM_UP = 1  # steps that are not counted
 KS = (2, 4, 16)

@@ -1,4 +1,4 @@
-"""Compare the memory that stepplan/memory.py plans with what samestep/models/trace.py traces.
+"""Compare the memory that stepplan/memory.py plans with what stepplan/trace.py traces.
 
     make bench-memory
 
@@ -21,10 +21,10 @@ import torch
 import transformers
 
 from samestep.cut.layout import solve_layout
-from samestep.models.trace import Trace, trace_recipe
 from samestep.recipe.recipe import TASKS, Recipe, catalog_names, load
 from stepplan import hardware
 from stepplan.memory import model_from_recipe
+from stepplan.trace import Trace, trace_recipe
 from stepplan.workload import from_recipe
 
 DEVICE = "a100-80"
@@ -151,7 +151,7 @@ def markdown(results: dict) -> str:
         f"{results['about']['seconds']:.0f} s on one core.\n\n"
         f"**Error of the plan: median {statistics.median(abs(row['error']) for row in rows):.1%}, worst "
         f"{abs(worst['error']):.1%}** ({worst['recipe']}, b = {worst['b']}).\n\n"
-        "The plan is stepplan/memory.py's formula, the trace models/trace.py's, which takes in what CUDA allocates otherwise. "
+        "The plan is stepplan/memory.py's formula, the trace stepplan/trace.py's, which takes in what CUDA allocates otherwise. "
         "GB are 1e9 bytes.\n"
         f"Micro-batches b: one sample, and those planned to take {SHARES[0]:.0%} and {SHARES[1]:.0%} of {DEVICE}, "
         f"at most {MAX_SAMPLES - 1:,}.\n"

@@ -12,13 +12,13 @@ from torch import nn
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import RunError, UsageError
-from samestep.models.trace import trace_recipe
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
 from samestep.step.optim import AccumulatingSGD
 from samestep.training import launch
 from samestep.training.checkpoint import read
 from stepplan.memory import model_from_recipe
+from stepplan.trace import trace_recipe
 from stepplan.workload import from_recipe
 
 SGD = "--accumulation optimizer --max_grad_norm none --dtype float64 --global_batch_size 22 "

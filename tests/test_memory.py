@@ -19,11 +19,11 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.models.trace import trace_recipe
 from samestep.recipe.recipe import Recipe, TextPretraining, catalog_names, load
 from samestep.step import losses
 from stepplan import base_models, decoder, transformer
 from stepplan.memory import Memory, model_from_recipe, planned_memory
+from stepplan.trace import trace_recipe
 from stepplan.transformer import Transformer
 from stepplan.workload import from_recipe
 

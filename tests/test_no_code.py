@@ -26,8 +26,8 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2LMHeadModel
 
 from samestep import cli as __main__
 from samestep.errors import exit_code
-from samestep.models import trace
 from samestep.training import checkpoint, metrics
+from stepplan import trace
 
 SMALL = "--max_train_steps 1 --global_batch_size 4"
 

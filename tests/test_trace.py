@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep._internals import transformers_models
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.models import trace
-from samestep.models.trace import Trace, imitate_cuda, trace_config, trace_recipe, trace_step, traced_model
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import optim
+from stepplan import trace
 from stepplan.base_models import find_base_model
 from stepplan.configs import model_from_config, read_config
 from stepplan.memory import model_from_recipe, planned_memory
 from stepplan.timing import count_work
+from stepplan.trace import Trace, imitate_cuda, trace_config, trace_recipe, trace_step, traced_model
 from stepplan.workload import from_recipe
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

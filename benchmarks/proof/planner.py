@@ -136,9 +136,10 @@ def build(recipe: Any, accelerator: Any) -> tuple[Any, Any]:
     """Build the recipe's model with random weights on the device, of the shape that its base has; the recipe of that, too."""
     import torch
 
-    from samestep.models import quantization, trace
+    from samestep.models import quantization
     from samestep.step import batch_norm
     from samestep.step.noise import noise_by_sample
+    from stepplan import trace
 
     model_class, options, is_half = recipe.parts.find("model"), {}, False
     name = getattr(recipe, "model_name_or_path", None)

@@ -182,6 +182,6 @@ def is_causal(config: Mapping[str, Any]) -> bool:
 
 def import_trace() -> ModuleType:
     require(None, "--trace")
-    from samestep.models import trace  # here: it imports torch
+    from stepplan import trace  # here: it imports torch
 
     return trace

@@ -21,10 +21,9 @@ from transformers.utils import logging
 from verdicts import Claim, Experiment, column, near, rounds, so, within
 
 from samestep.cut import layout as plan
-from samestep.models import trace
 from samestep.recipe.recipe import load
 from samestep.step.optim import AccumulatingSGD, accumulating
-from stepplan import hardware, memory, placement, timing
+from stepplan import hardware, memory, placement, timing, trace
 from stepplan.workload import from_recipe
 
 HERE = (sys.modules[__name__],)

@@ -95,7 +95,7 @@ def peak_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
     each."""
     folding.BUCKET, tracer = 2**19, contextlib.nullcontext()
     if is_traced:
-        from samestep.models.trace import _Tracer  # here: it imports transformers
+        from stepplan.trace import _Tracer  # here: it imports transformers
 
         tracer = _Tracer()
     with tracer:
