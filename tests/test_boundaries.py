@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     ["errors", "interrupt", "printing", "_internals"],
-    ["cut"],
+    ["pages", "cut"],
     ["recipe"],
     ["step"],
     ["data"],
@@ -18,8 +18,8 @@ FLOORS = [
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCHLESS = {"errors", "interrupt", "printing", "recipe", "cut"}
-PLANNED_WITH = {"errors", "printing", "recipe", "cut"}
+TORCHLESS = {"errors", "interrupt", "printing", "pages", "recipe", "cut"}
+PLANNED_WITH = {"errors", "printing", "pages", "recipe", "cut"}
 """Rooms that the planner may import from."""
 WITHOUT_TORCH = sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml", "jinja2"}
 AUDIT_IMPORTS = {

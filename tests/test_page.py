@@ -24,12 +24,13 @@ from samestep import cli as program
 from samestep.cli.plan import plan
 from samestep.cli.scale import scale
 from samestep.errors import UsageError, exit_code
+from samestep.pages import TEMPLATES, format_date
 from samestep.recipe.recipe import CATALOG
 from samestep.training.plots import plot_growth
 from stepplan.answer import describe_fits
 from stepplan.hardware import DEVICES, device_names, parse
 from stepplan.methods import METHODS, Fit, make_model_workload
-from stepplan.page import TEMPLATES, _date, fits_page, page
+from stepplan.page import fits_page, page
 from stepplan.placement import place
 from stepplan.text import explain_band, make_fits_table, round_number
 
@@ -338,7 +339,7 @@ def test_money_dates_and_interruptions_are_shown(compared):
     assert "to the end, with 3 interruptions a day" in pairs
     assert "with 1 interruption a day" in page(answer | {"interruptions_per_day": 1.0})
     sentence = " ".join(tree.single("p", class_="verdict")["text"].split())
-    assert f"Started on Saturday 28 November 2026, 09:30, it ends on {_date(answer['end'])}." in sentence
+    assert f"Started on Saturday 28 November 2026, 09:30, it ends on {format_date(answer['end'])}." in sentence
 
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):

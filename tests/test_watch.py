@@ -18,8 +18,8 @@ from waiting import PATIENCE
 
 from samestep.cli import runs
 from samestep.errors import UsageError
+from samestep.pages import find_policy
 from samestep.training import watch
-from stepplan.page import find_policy
 
 HOSTILE = "</script><script>alert(1)</script>"
 

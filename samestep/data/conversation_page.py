@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from samestep import pages
 from samestep.data.conversation_rows import name_sources
 from samestep.data.conversations import Conversations
 from samestep.recipe.recipe import Recipe
-from stepplan import page
 
 TEMPLATES = Path(__file__).parent / "templates"
 NUM_BINS = 24  # of the chart of lengths, at most
@@ -49,7 +49,7 @@ def write(recipe: Recipe, train: Conversations, held_out: Conversations | None, 
     ]
     bins = _count_lengths(lengths)
     return (
-        page.make_environment(TEMPLATES, page.TEMPLATES)
+        pages.make_environment(TEMPLATES)
         .get_template("conversations.html.j2")
         .render(
             recipe=recipe,
@@ -59,8 +59,8 @@ def write(recipe: Recipe, train: Conversations, held_out: Conversations | None, 
             held_out=held_out,
             samples=samples,
             bins=bins,
-            x=page.linear_axis(f"tokens of a {'pair' if train.is_pairs else 'sample'}", max(5, bins[-1].last)),
-            y=page.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
+            x=pages.linear_axis(f"tokens of a {'pair' if train.is_pairs else 'sample'}", max(5, bins[-1].last)),
+            y=pages.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
             quantiles=[int(value) for value in np.quantile(lengths, [0, 0.5, 1], method="nearest")],
             sources=_describe_sources(train, held_out),
             mixture=_describe_mixture(train),

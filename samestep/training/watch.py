@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 
 from samestep.errors import UsageError, reason
+from samestep.pages import find_policy, make_environment
 from samestep.printing import format_count
 from samestep.recipe.reading import format_name, read_json, read_yaml
 from samestep.recipe.run_files import RECIPE, SETTINGS, LineFile, find_problems, parse_line
-from stepplan.page import TEMPLATES as SHARED_TEMPLATES
-from stepplan.page import find_policy, make_environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_POINTS = 600
@@ -272,7 +271,7 @@ def make_page(runs: Sequence[RunReader]) -> str:
     """Write the page, with what is known now inside: style and script too, no address outside. No text of a run is markup."""
     data = json.dumps(describe(runs), allow_nan=False).replace("<", "\\u003c")  # nothing in it ends the script
     title = " and ".join(format_name(run.folder.name or run.folder) for run in runs)
-    environment = make_environment(TEMPLATES, SHARED_TEMPLATES)
+    environment = make_environment(TEMPLATES)
     return environment.get_template("watch.html.j2").render(title=title, data=data)
 
 
