@@ -9,6 +9,7 @@ from samestep.errors import UsageError
 from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.settings import LARGEST, LINE, NOT_NEGATIVE, build, choice, coerce, limit, setting
 
+NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
 DEVICES = Path(__file__).parent / "devices"
 QUANTITY = limit(LARGEST, 1e-6)
 LINES = ("must be a list of lines of text", lambda value: all(map(LINE.holds, value)))

@@ -12,10 +12,10 @@ from common import launch_environment
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
-from samestep.cli.launch import launch
 from samestep.errors import UsageError
 from samestep.recipe.recipe import load
 from stepplan import engines
+from stepplan.cli.launch import launch
 from stepplan.hardware import parse
 from stepplan.placement import place
 from stepplan.workload import from_recipe

@@ -15,12 +15,12 @@ from transformers import BertConfig, Qwen3Config, ViTConfig
 
 from samestep import cli as program
 from samestep.cli.commands import COMMANDS
-from samestep.cli.model import ModelSettings
-from samestep.cli.plan import PlanSettings
-from samestep.cli.scale import ScaleSettings
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import Gpt2Pretraining, catalog_names, load
+from stepplan.cli.model import ModelSettings
+from stepplan.cli.plan import PlanSettings
+from stepplan.cli.scale import ScaleSettings
 
 MODEL = "plan --model_name_or_path CONFIG --seq_len 128 --global_batch_size 16"
 

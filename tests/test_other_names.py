@@ -8,11 +8,11 @@ import sys
 import pytest
 from common import ROOT
 
-from samestep.cli.plan import PlanSettings
 from samestep.errors import UsageError
 from samestep.recipe import other_names
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import TASKS, load
+from stepplan.cli.plan import PlanSettings
 
 FLAGS = {
     name: {f.name for c in (cls, cls.parts.find("settings")) for f in dataclasses.fields(c)}

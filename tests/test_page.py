@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
 from samestep import cli as program
-from samestep.cli.plan import plan
-from samestep.cli.scale import scale
 from samestep.errors import UsageError, exit_code
 from samestep.pages import TEMPLATES, format_date
 from samestep.recipe.recipe import CATALOG
-from samestep.training.plots import plot_growth
 from stepplan.answer import describe_fits
+from stepplan.cli.plan import plan
+from stepplan.cli.scale import scale
+from stepplan.growth_plot import plot_growth
 from stepplan.hardware import DEVICES, device_names, parse
 from stepplan.methods import METHODS, Fit, make_model_workload
 from stepplan.page import fits_page, page

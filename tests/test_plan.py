@@ -84,7 +84,7 @@ def test_all_bad_values_at_once():
         "samestep.cut.order",
         "samestep.recipe.run_settings",
         "samestep.errors",
-        "samestep.cli.plan_model",
+        "stepplan.cli.plan_model",
         "stepplan.growth",
         "stepplan.page",
     ],

@@ -1,4 +1,4 @@
-"""Says what each command is for: in a line, in its help, by examples."""
+"""Lists the commands: what answers each, and what it is for, in a line, in its help, by examples."""
 
 import dataclasses
 
@@ -7,15 +7,18 @@ from samestep.recipe.settings import Parser, program_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """What the help says of a command.
+    """A command: what answers it, and what the help says of it.
 
     Attributes:
+        answered_by: MODULE:FUNCTION, which takes the words behind the command, and returns the exit code or None; it is
+            imported when it is called, and may be of a package that is not installed.
         summary: its line in the list of commands.
         description: above its flags; empty where another package describes it.
         usage: flags that stand in its usage.
         examples: command lines without the program's name.
     """
 
+    answered_by: str
     summary: str
     description: str = ""
     usage: str = ""
@@ -24,6 +27,7 @@ class Command:
 
 COMMANDS = {
     "list": Command(
+        answered_by="samestep.cli.catalog:list_recipes",
         summary="list the recipes of the catalog",
         description=(
             "Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains. "
@@ -32,6 +36,7 @@ COMMANDS = {
         examples="list\nlist bert wikipedia",
     ),
     "plan": Command(
+        answered_by="stepplan.cli:plan",
         summary="plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
         description=(
             "Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is "
@@ -46,6 +51,7 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     ),
     "scale": Command(
+        answered_by="stepplan.cli:scale",
         summary="put a recipe, or any model, on more and more devices, and see what each adds",
         description=(
             "Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for "
@@ -56,6 +62,7 @@ plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256
 scale bert_base --on t4 --global_batch_size 1024 --json""",
     ),
     "launch": Command(
+        answered_by="stepplan.cli.launch:launch",
         summary="write what Slurm, SkyPilot, Kubeflow or torchrun starts a recipe with, and hand it over",
         description=(
             "Writes a job for Slurm, a task for SkyPilot or a TrainJob for Kubeflow, with the plan's launch file "
@@ -67,6 +74,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
         examples="launch bert_large_phase1 --on slurm:2x8xa100-80 --write phase1.sbatch -- --output_dir /shared/runs/phase1",
     ),
     "show-data": Command(
+        answered_by="samestep.cli.catalog:show_data",
         summary="show samples of a language model's recipe, with the tokens that are trained",
         description=(
             "Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in "
@@ -77,6 +85,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
         examples="show-data sft_small_cpu --num_samples 2",
     ),
     "chat": Command(
+        answered_by="samestep.cli.chat:chat",
         summary="talk to a fine-tuned language model in the terminal",
         description=(
             "Talks to what a fine-tuning left: the output folder, a checkpoint, an adapter, or a merged model. A line is a "
@@ -88,6 +97,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
 chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --max_new_tokens 100""",
     ),
     "compare": Command(
+        answered_by="samestep.cli.runs:compare",
         summary="find where two runs part: the step, the tensors, by how much, and the settings that differ",
         description=(
             "Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and "
@@ -97,6 +107,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="compare runs/first runs/second",
     ),
     "watch": Command(
+        answered_by="samestep.cli.runs:watch",
         summary="show a run, or two over each other, as a live page in the browser",
         description=(
             "Serves a page about one or two output folders on 127.0.0.1 until Ctrl+C: curves, speed, time left, "
@@ -106,6 +117,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="watch runs/first",
     ),
     "advise": Command(
+        answered_by="stepplan.cli.advise:advise",
         summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
         description=(
             "Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, "
@@ -115,6 +127,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="advise runs/first --write_recipe larger.yaml",
     ),
     "audit-script": Command(
+        answered_by="stepaudit.script:audit_script",
         summary="run a training program under several layouts, and compare the steps that it takes",
         examples='audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
         '--vary "batch=2,accum=4" -- train.py',

@@ -15,8 +15,6 @@ from samestep.recipe.reading import MAX_YAML_BYTES, format_name, parse_yaml
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import POSITIVE, Parser, build, drop_flags, program_name, setting
 
-NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputSettings:

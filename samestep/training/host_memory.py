@@ -1,7 +1,6 @@
 """Keeps a run on CPUs within the memory of its machine, by the plan of its step: a host that is short of memory kills programs,
 or swaps, instead of raising an error."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -10,13 +9,12 @@ from accelerate.utils import broadcast_object_list
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
+from samestep.recipe.prediction import predict_memory
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import EXACT_SUM_BYTES
 from samestep.training.launch import count_copies, is_sharded
-from stepplan.memory import has_formula
-from stepplan.workload import from_recipe
 
 USABLE = 0.8
 """Share of the free memory that a micro-batch chosen here may fill by the plan."""
@@ -41,35 +39,38 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
         UsageError: by the plan, one sample, or the micro-batch that the settings ask for, needs more than the free memory.
     """
     b, k = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    if accelerator.device.type != "cpu" or not has_formula(recipe):
+    if accelerator.device.type != "cpu":
         return b
     (free_bytes,) = broadcast_object_list([read_free_bytes()])
     if free_bytes is None:
         return b
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
-    workload = from_recipe(recipe, attention=getattr(settings, "attn_implementation", None) or "sdpa")
-    if settings.reproducible is not None:
-        workload = dataclasses.replace(workload, gradient_bytes=EXACT_SUM_BYTES + workload.gradient_bytes)
+    copies = count_copies(accelerator)
 
-    def plan(size: int | None, steps: int | None = None) -> int:
-        """Plan the bytes that all processes of this machine need."""
+    def plan(size: int | None, steps: int | None = None) -> int | None:
+        """Plan the bytes that all processes of this machine need; None: nothing can plan them."""
         layout = solve_layout(
             num_processes=accelerator.num_processes,
             global_batch_size=recipe.global_batch_size,
             per_device_train_batch_size=size,
             gradient_accumulation_steps=steps,
         )
-        memory = workload.memory(
+        needed = predict_memory(
+            recipe,
             layout,
+            attention=getattr(settings, "attn_implementation", None) or "sdpa",
+            more_gradient_bytes=0 if settings.reproducible is None else EXACT_SUM_BYTES,
             mixed_precision=accelerator.mixed_precision,
             gradient_checkpointing=getattr(settings, "gradient_checkpointing", False),
             sharded=is_sharded(accelerator),
-            num_shards=accelerator.num_processes // copies if (copies := count_copies(accelerator)) > 1 else None,
+            num_shards=accelerator.num_processes // copies if copies > 1 else None,
         )
-        return num_here * memory.total * (2 if settings.dtype == "float64" else 1)
+        return None if needed is None else num_here * needed * (2 if settings.dtype == "float64" else 1)
 
     is_free = b is None and k is None
     least = plan(1) if is_free else plan(b, k)
+    if least is None:
+        return b
     if least > free_bytes:
         subject = "a micro-batch of one sample" if is_free or b == 1 else f"a micro-batch of {b or 'so many'} samples"
         smaller = "" if is_free or b == 1 or plan(1) > free_bytes else "a smaller --per_device_train_batch_size, "

@@ -27,9 +27,6 @@ import yaml
 from hypothesis import strategies as st
 
 from samestep.cli import main
-from samestep.cli.model import ModelSettings
-from samestep.cli.plan import PlanSettings
-from samestep.cli.scale import ScaleSettings
 from samestep.data import (
     chat_templates,
     conversation_rows,
@@ -45,6 +42,9 @@ from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 from samestep.training import capacity, checkpoint
 from stepplan.base_models import FIELDS
+from stepplan.cli.model import ModelSettings
+from stepplan.cli.plan import PlanSettings
+from stepplan.cli.scale import ScaleSettings
 from stepplan.configs import LISTS, RATES, SIZES
 from stepplan.hardware import DEVICES, Device
 

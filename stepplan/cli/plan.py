@@ -13,9 +13,6 @@ from typing import Any
 import yaml
 
 from samestep.cli.flags import read_recipe, retype, write_file
-from samestep.cli.model import import_trace
-from samestep.cli.scale import DEFAULT_MAX_DEVICES
-from samestep.cli.terms import HardwareSettings, read_terms
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
 from samestep.recipe import pretrained_shape
@@ -24,6 +21,9 @@ from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe, TextPretraining
 from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
 from stepplan import answer, text
+from stepplan.cli.model import import_trace
+from stepplan.cli.scale import DEFAULT_MAX_DEVICES
+from stepplan.cli.terms import HardwareSettings, read_terms
 from stepplan.growth import MOST_DEVICES
 from stepplan.hardware import MAX_DEVICES, Hardware, parse
 from stepplan.memory import model_from_recipe

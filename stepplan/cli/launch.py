@@ -5,12 +5,12 @@ import itertools
 import shlex
 import subprocess
 
-from samestep.cli.flags import NETWORK, read_recipe, write_file
+from samestep.cli.flags import read_recipe, write_file
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.settings import program_name, setting
 from stepplan import engines
-from stepplan.hardware import parse
+from stepplan.hardware import NETWORK, parse
 from stepplan.placement import TooLargeError, place
 from stepplan.workload import format_flags, from_recipe
 

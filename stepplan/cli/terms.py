@@ -4,13 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from samestep.cli.flags import NETWORK, OutputSettings
+from samestep.cli.flags import OutputSettings
 from samestep.errors import UsageError
 from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.settings import LARGEST, choice, limit, setting
 from stepplan import answer
 from stepplan.costs import DISK, MAX_PER_DAY, Terms, read_start
-from stepplan.hardware import Hardware, find_device, read_bandwidth
+from stepplan.hardware import NETWORK, Hardware, find_device, read_bandwidth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,14 @@ import dataclasses
 import json
 from typing import Any
 
-from samestep.cli.flags import NETWORK, make_subject_parser, retype, write_file
-from samestep.cli.model import CONVERSATION_FILE
-from samestep.cli.terms import read_prices
+from samestep.cli.flags import make_subject_parser, retype, write_file
 from samestep.errors import UsageError
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import BATCH, LENGTH, build, setting
 from stepplan import answer, text
-from stepplan.hardware import parse
+from stepplan.cli.model import CONVERSATION_FILE
+from stepplan.cli.terms import read_prices
+from stepplan.hardware import NETWORK, parse
 from stepplan.methods import STARTING_RECIPE, find_models
 from stepplan.page import fits_page
 from stepplan.workload import format_flags

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 
-from samestep.cli.flags import NETWORK, OutputSettings, read_recipe, write_file
-from samestep.cli.model import load_fine_tuning, make_workload, read_model
+from samestep.cli.flags import OutputSettings, read_recipe, write_file
 from samestep.recipe.extras import require
 from samestep.recipe.settings import limit, setting
 from stepplan import answer, text
 from stepplan.base_models import find_config, is_decoder
-from stepplan.hardware import MAX_DEVICES, load_device, set_network
+from stepplan.cli.model import load_fine_tuning, make_workload, read_model
+from stepplan.hardware import MAX_DEVICES, NETWORK, load_device, set_network
 from stepplan.workload import Workload, from_recipe
 
 DEFAULT_MAX_DEVICES = 4096
@@ -49,7 +49,7 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
         require("plots", "--plot")
     result = answer.describe_growth(workload, set_network(load_device(settings.on), settings.network), settings.up_to)
     if settings.plot is not None:
-        from samestep.training.plots import plot_growth  # here: it imports numpy
+        from stepplan.growth_plot import plot_growth  # here: it imports matplotlib
 
         write_file("plot", settings.plot, plot_growth(result))
     if settings.json:

@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.cli.flags import drop_flags
-from samestep.cli.model import (
+from samestep.errors import UsageError
+from samestep.recipe import scaling
+from samestep.recipe.reading import format_name
+from samestep.recipe.scaling import Hyperparameters
+from stepplan.base_models import find_config, is_decoder
+from stepplan.cli.model import (
     FINE_TUNING,
     ModelSettings,
     import_trace,
@@ -14,12 +19,7 @@ from samestep.cli.model import (
     make_workload,
     read_model,
 )
-from samestep.cli.plan import PlanSettings, answer_plan, answer_recipe, count_steps, write_recipe
-from samestep.errors import UsageError
-from samestep.recipe import scaling
-from samestep.recipe.reading import format_name
-from samestep.recipe.scaling import Hyperparameters
-from stepplan.base_models import find_config, is_decoder
+from stepplan.cli.plan import PlanSettings, answer_plan, answer_recipe, count_steps, write_recipe
 from stepplan.configs import IMAGE
 from stepplan.methods import STARTING_RECIPE
 from stepplan.workload import Workload, format_flags
