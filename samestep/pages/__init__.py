@@ -6,6 +6,7 @@ The pages of plans, of training data and of running trainings include the templa
 import base64
 import dataclasses
 import datetime
+import functools
 import hashlib
 import itertools
 import math
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # imported by those who render a page
 TEMPLATES = Path(__file__).parent / "templates"
 
 
+@functools.cache  # a template is compiled once
 def make_environment(*folders: Path) -> "jinja2.Environment":
     """Make what renders templates of these folders, and of this one: texts are escaped, a missing name is an error."""
     import jinja2
