@@ -10,12 +10,12 @@ from compare import parameters, relative
 from faults import train_with_code
 from torch import nn
 
+from samestep.contrib.folding import Folding
 from samestep.cut.layout import solve_layout
 from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
 from samestep.step.optim import AccumulatingSGD
-from samestep.training import launch
 from samestep.training.checkpoint import read
 from stepplan.memory import model_from_recipe
 from stepplan.trace import trace_recipe
@@ -150,7 +150,7 @@ def test_launches_that_cannot_be_are_refused(scaler, kind, message):
     accelerator = SimpleNamespace(scaler=scaler, distributed_type=kind)
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=f"accumulation is optimizer, but {message}"):
-        launch.prepare(accelerator, model, AccumulatingSGD(model.parameters(), 0.1))
+        Folding(accelerator, None, None).prepare(model, AccumulatingSGD(model.parameters(), 0.1), {}, None)
 
 
 @pytest.mark.parametrize(("name", "b"), [thorough("bert_base", 8), ("resnet50_imagenet_4xt4_b512", 2)])

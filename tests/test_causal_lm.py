@@ -24,6 +24,7 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.step import losses, preferences
 from samestep.step.noise import Dropout, noise_by_sample
 from samestep.training import checkpoint, launch
+from samestep.training.reduction import Reduction
 
 SHAPE = {
     **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -621,7 +622,14 @@ class AdapterRun:
         settings = RunSettings(recipe="", output_dir=str(output_dir))
         state = checkpoint.State()
         self.saver = checkpoint.Saver(
-            self.accelerator, self.recipe, self.model, self.optimizer, self.fingerprints, settings, state
+            self.accelerator,
+            self.recipe,
+            self.model,
+            self.optimizer,
+            self.fingerprints,
+            settings,
+            state,
+            Reduction(self.accelerator, self.recipe, settings),
         )
 
     def step(self, number):

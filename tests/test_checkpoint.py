@@ -36,6 +36,7 @@ from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 from samestep.recipe.run_settings import RunSettings
 from samestep.training import checkpoint, launch, report
+from samestep.training.reduction import Reduction
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
 
@@ -463,8 +464,10 @@ class Small:
         run = RunSettings(
             recipe="", output_dir=str(output_dir), checkpoints_total_limit=limit, async_checkpointing=asynchronous
         )
-        state = checkpoint.State(step=start)
-        self.saver = checkpoint.Saver(self.accelerator, self.recipe, self.model, self.optimizer, {}, run, state)
+        state, reduction = checkpoint.State(step=start), Reduction(self.accelerator, self.recipe, run)
+        self.saver = checkpoint.Saver(
+            self.accelerator, self.recipe, self.model, self.optimizer, {}, run, state, reduction
+        )
 
     def save(self, *steps):
         for step in steps:

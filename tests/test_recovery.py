@@ -13,6 +13,7 @@ from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
 from safetensors.torch import load_file
 
 from samestep.errors import RunError
+from samestep.step import accumulate
 from samestep.training import capacity, checkpoint, micro_batch_size, recovery
 
 
@@ -144,7 +145,7 @@ def broken_gradient(monkeypatch, scripts):
 
     def install(program: str, value: float, in_loss: bool = True):
         forward, steps = model_of(program).forward, []
-        seed_noise = recovery.accumulate.seed_noise
+        seed_noise = accumulate.seed_noise
 
         def note(accelerator, seed, step):
             steps.append(step)
@@ -160,7 +161,7 @@ def broken_gradient(monkeypatch, scripts):
                     sums.register_hook(lambda gradient: gradient * value)
             return sums, correct
 
-        monkeypatch.setattr(recovery.accumulate, "seed_noise", note)
+        monkeypatch.setattr(accumulate, "seed_noise", note)
         monkeypatch.setattr(model_of(program), "forward", breaking)
 
     return install

@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import safetensors.torch
@@ -70,11 +70,13 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_files import STATE, find_problems
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
-from samestep.step.exchange import Exchange
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.digest import digest_tensor
 from samestep.training.launch import count_copies
 from samestep.training.peer_copies import PeerCopies
+
+if TYPE_CHECKING:
+    from samestep.training.reduction import Reduction
 
 ADAPTER = "adapter_model"
 """Part of a checkpoint that stands for `model`, where adapters alone are trained: the name that peft's files have."""
@@ -307,11 +309,10 @@ class Saver:
             waits for it.
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         tokenizer: of transformers, saved with the model; None: there is none.
-        describe_exact_sum, describe_growth: return `State.exact_sum` and `State.growth`.
+        describe_growth: returns `State.growth`.
         store: gets a copy of each checkpoint; process 0's. None: there is none.
         peer_copies: other machines, which get a copy of each; None: all see the same output folder.
-        exchange: the algorithm of the recipe's `communication`, whose state goes into the file of the workers; None: there is
-            none.
+        reduction: how gradients become the step's: what it lacks beside model and optimizer goes into a file of its own.
     """
 
     def __init__(
@@ -323,14 +324,13 @@ class Saver:
         data_fingerprints: dict[str, str],
         settings: RunSettings,
         start: State,
+        reduction: "Reduction",
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
-        describe_exact_sum: Callable[[], dict[str, Any] | None] = lambda: None,
         describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
         store: CheckpointStore | None = None,
         peer_copies: PeerCopies | None = None,
-        exchange: Exchange | None = None,
     ):
-        self.tokenizer, self.describe_exact_sum, self.describe_growth = tokenizer, describe_exact_sum, describe_growth
+        self.tokenizer, self.describe_growth, self.reduction = tokenizer, describe_growth, reduction
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
         self.model, self.optimizer, self.data_fingerprints, self.settings = (
             model,
@@ -343,7 +343,7 @@ class Saver:
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
-        self.store, self.peer_copies, self.exchange = store, peer_copies, exchange
+        self.store, self.peer_copies = store, peer_copies
         self._copy_to_store(start.step)  # unless that was done: the session before may have been killed
 
     def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
@@ -371,10 +371,10 @@ class Saver:
             tensors = {names[name]: tensor for name, tensor in tensors.items()}
         moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
         parts = {part: _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
-        if self.exchange is not None:
-            parts[WORKERS] = self.exchange.get_state()
+        if (more := self.reduction.get_tensors()) is not None:
+            parts[WORKERS] = more
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
-        exact_sum = self.describe_exact_sum()
+        exact_sum = self.reduction.describe_state()
         fingerprints = self.recipe.fingerprint, self.data_fingerprints
         state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, self.describe_growth())
         writes = self._is_owner
@@ -420,7 +420,7 @@ class Saver:
                 self._keep_to_limit()
                 if self.store is not None:
                     self.store.delete_doomed()
-        self.model = self.optimizer = self.exchange = None
+        self.model = self.optimizer = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
             raise RunError(failure)
@@ -951,12 +951,6 @@ def load(
     lay_out_as_parameters(optimizer)
     if accelerator.scaler is not None and state.scaler:  # {}: of a scaler that was off
         accelerator.scaler.load_state_dict(state.scaler)
-
-
-def load_exchange(folder: Path, exchange: Exchange) -> None:
-    """Load the state of the recipe's `communication` from the checkpoint that `find` returned, after `load`."""
-    with safe_open(folder / f"{WORKERS}.safetensors", "pt") as file:
-        exchange.set_state(file.get_tensor, set(file.keys()))
 
 
 def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:

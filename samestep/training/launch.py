@@ -25,7 +25,6 @@ from samestep._internals.torch_distributed import let_gloo_add_bf16, register_re
 from samestep.errors import UsageError
 from samestep.recipe.launches import find_refusal
 from samestep.step.batch_norm import BatchNorm
-from samestep.step.optim import Accumulating
 from samestep.training import sharding
 
 # How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
@@ -167,40 +166,23 @@ def create_accelerator(
     return accelerator
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, sums_exactly: bool = False
-) -> tuple:
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
     """Call `accelerator.prepare`, for weights that are sharded by way of `sharding.prepare`.
-
-    An optimizer that accumulates takes the place of DistributedDataParallel, and so do `exact_sum.ExactSum` and an `Exchange`.
 
     Args:
         model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
-        sums_exactly: whether gradients are added up by `ExactSum`, or exchanged by an `Exchange`.
-
-    Raises:
-        UsageError: an optimizer that accumulates with fp16 or sharded weights.
     """
-    if isinstance(optimizer, Accumulating):
-        precision = "no" if accelerator.scaler is None else "fp16"
-        if refusal := find_refusal(
-            mixed_precision=precision, is_sharded=is_sharded(accelerator), accumulation="optimizer"
-        ):
-            raise UsageError(str(refusal))
-        model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
-        wrapped_optimizer = accelerator.prepare(optimizer)
-        if accelerator.num_processes > 1:
-            optimizer.distribute(model)
-        optimizer.allocate()
-        return model, wrapped_optimizer
-    if sums_exactly:
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        for tensor in [*model.parameters(), *model.buffers()] if accelerator.num_processes > 1 else []:
-            dist.broadcast(tensor.detach(), 0)
-        return model, accelerator.prepare(optimizer)
     if is_sharded(accelerator):
         return sharding.prepare(accelerator, model, optimizer)
     return accelerator.prepare(model, optimizer)
+
+
+def prepare_unwrapped(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
+    """Prepare a model without DistributedDataParallel, whose place something else takes; all get the weights of process 0."""
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    for tensor in [*model.parameters(), *model.buffers()] if accelerator.num_processes > 1 else []:
+        dist.broadcast(tensor.detach(), 0)
+    return model, accelerator.prepare(optimizer)
 
 
 def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:

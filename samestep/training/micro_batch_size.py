@@ -209,7 +209,7 @@ def _preserve_model(recovery: Recovery) -> Iterator[None]:
     """Preserve the model around a computation: remove its gradients, keep them out of moments, restore running statistics."""
     model = recovery.model
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with recovery.folding.discard_gradients() if recovery.folding else contextlib.nullcontext():
+    with recovery.reduction.discard_gradients():
         yield
     model.zero_grad(set_to_none=True)
     for buffer, value in buffers:

@@ -7,8 +7,7 @@ the failure, and none may wait for ever. Processes agree once per step, between 
 through one all-reduce of three flags on the host, which waits for no device. Before that, a process that has failed takes part,
 with zeros, in the reductions of the gradient for which the other processes wait or will wait; the sums are thrown away.
 
-With --fault_tolerance step the launches are replicas, which agree through `Replicas`: an attempt that lost one of them is
-repeated in the same way, by those that are there then.
+What a step goes through in between, and how others take part in it, is the reduction's: samestep/training/reduction.py.
 """
 
 import contextlib
@@ -28,20 +27,12 @@ from samestep._internals import torch_distributed
 from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LOST_PROCESS, LostProcessError, RunError, is_lost_connection, will_be_restarted
-from samestep.step import accumulate
-from samestep.step.exact_sum import ExactSum
-from samestep.step.exchange import Exchange
-from samestep.step.optim import Accumulating
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.launch import waits_in_forward
-from samestep.training.replicas import Replicas
+from samestep.training.reduction import Reduction, RepeatStep
 from samestep.training.report import RunLog
 
 SECONDS_TO_REPORT = 5  # time for all waiting processes to say that they wait
-
-
-class _RepeatStep(Exception):
-    """Raised to leave a step because memory ran out on some process, exact sums need another quantum, or a replica was lost."""
 
 
 class Recovery:
@@ -51,11 +42,9 @@ class Recovery:
         accelerator: the run's.
         steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
-        exact_sum: adds the gradients up; None: Accelerate and the model do.
-        replicas: the replicas of which this launch is one; None: it is no replica.
-        exchange: the algorithm of the recipe's `communication`; None: the exact step.
         log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
             stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
+        reduction: how gradients become the step's.
     """
 
     def __init__(
@@ -65,17 +54,10 @@ class Recovery:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         log: RunLog,
-        exact_sum: ExactSum | None = None,
-        replicas: Replicas | None = None,
-        exchange: Exchange | None = None,
+        reduction: Reduction,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
-        self.exact_sum, self.replicas, self.exchange = exact_sum, replicas, exchange
-        # Workers that take steps of their own are on their own between exchanges
-        self.is_local = exchange is not None and exchange.communication.is_local
-        # An optimizer that accumulates: a gradient that is in its moments already cannot be taken out again.
-        self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
-        self.log, self.settings = log, log.settings
+        self.log, self.settings, self.reduction = log, log.settings, reduction
         self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
         self.capacity = recall(accelerator, log.recipe, self.settings)
         self.should_stop = False  # whether any process was asked to stop; the same on all of them
@@ -91,12 +73,10 @@ class Recovery:
     def iterate_attempts(self, data: StepData) -> Iterator["Attempt"]:
         """Iterate over attempts of a step, each a context manager around the whole step, until one is complete.
 
-        With replicas each attempt begins with a quorum, which may be one of another step than `data`.
+        Where others are met for each attempt, it may be one of another step than `data`.
         """
         while True:
-            counts = None
-            if self.replicas is not None:
-                data, counts = self.replicas.meet(data)
+            data, counts = self.reduction.meet(data)
             attempt = Attempt(self, data, counts)
             yield attempt
             if attempt.is_complete:
@@ -130,12 +110,12 @@ class Recovery:
         """Let the optimizer leave out this step's update if the gradient is not finite, without waiting for the device.
 
         torch's fused optimizers read `found_inf`, and keep parameters and state as they are where it is 1. When a gradient
-        scaler is used, it does the same by itself. An optimizer that accumulates has taken the gradient in already.
+        scaler is used, it does the same by itself.
 
         Args:
             grad_norm: scalar on the device, norm of the whole gradient: the same on all processes.
         """
-        if self.accelerator.scaler is None and self.folding is None:
+        if self.accelerator.scaler is None and self.reduction.can_skip_update:
             now = (~grad_norm.isfinite()).float()
             self.is_nonfinite = torch.maximum(self.is_nonfinite, now) if self.settings.on_nonfinite == "stop" else now
             self.optimizer.optimizer.found_inf = self.is_nonfinite
@@ -151,9 +131,7 @@ class Recovery:
             Exit code: 0, or the one that tells a scheduler to start the run again.
         """
         self.stop.close()
-        if self.exact_sum is not None:
-            self.exact_sum.close()
-        self.model = self.optimizer = self.exact_sum = self.replicas = self.exchange = None
+        self.model = self.optimizer = None
         return interrupt.RESTART if self.should_stop and not is_finished else 0
 
     def _cut_smaller(self, step: int) -> None:
@@ -181,7 +159,7 @@ class Recovery:
         if self.accelerator.is_main_process:
             self.capacity.write()
 
-    def _count_collectives(self) -> int:
+    def count_collectives(self) -> int:
         """Count the collectives that DDP's process group has begun."""
         if isinstance(self.model, DistributedDataParallel):
             return torch_distributed.num_collectives(self.model)
@@ -211,16 +189,8 @@ class Attempt:
         with self._report_missing_processes():
             if isinstance(recovery.model, DistributedDataParallel):
                 torch_distributed.rebuild_buckets(recovery.model)
-            if recovery.is_local:
-                self.counts = self.data.counts.to(recovery.accelerator.device)
-            elif recovery.replicas is None:
-                self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
-        if recovery.folding is not None:
-            recovery.folding.gradient_accumulation_steps = len(self.data.micro_batches)
-            recovery.folding.num_micro_batches = self.data.num_micro_batches
-        if recovery.exact_sum is not None:
-            recovery.exact_sum.begin(self.data.num_micro_batches)
-        self.first_collective = recovery._count_collectives()
+            recovery.reduction.begin(self)
+        self.first_collective = recovery.count_collectives()
         return self
 
     def confirm_gradient(self) -> None:
@@ -228,110 +198,35 @@ class Attempt:
         step.
 
         Raises:
-            _RepeatStep: a process failed; the step is done again.
-            RunError: a process failed, and the step cannot be cut smaller.
+            RepeatStep: the step is done again.
+            RunError: a process failed, and the step cannot be done again.
         """
-        recovery, exact_sum = self.recovery, self.recovery.exact_sum
-        if recovery.replicas is not None:
-            self._commit()
-            return
-        any_failed = recovery.agree(False, exact_sum.exponent() if exact_sum is not None else 0)
-        self.is_agreed = True
-        if any_failed and (recovery.folding is not None or exact_sum is not None or recovery.exchange is not None):
-            raise self._cannot_repeat("another process")
-        if exact_sum is not None and not exact_sum.fits(recovery.exponent):
-            self.failure = "quantum"
-            raise _RepeatStep
-        if any_failed:
-            raise _RepeatStep
-        if exact_sum is not None:
-            exact_sum.finish()
-        if recovery.exchange is not None:
-            recovery.exchange.reduce()
-
-    def _commit(self) -> None:
-        """Make the gradient whole, and commit the step, together with the replicas."""
-        recovery, replicas = self.recovery, self.recovery.replicas
-        recovery.agree(False)  # what this replica alone decides: whether it leaves, whether it saves
-        failure = replicas.reduce(self.data, self.sums, has_failed=False, is_asked_to_stop=recovery.should_stop)
-        self.is_agreed = True
-        if failure == "memory" and recovery.exact_sum is not None:
-            raise self._cannot_repeat("a replica")
-        if failure is not None:
-            self.failure = failure
-            recovery.should_stop = recovery.should_save = False
-            recovery.model.zero_grad(set_to_none=True)
-            raise _RepeatStep
-        self.sums = replicas.all_sums
+        self.recovery.reduction.finish(self)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
         if error is None:
             self.is_complete = True
-        if error is None or isinstance(error, _RepeatStep):
+        if error is None or isinstance(error, RepeatStep):
             return error is not None
         with self._report_missing_processes():
-            if self.recovery.exact_sum is not None and "deterministic implementation" in str(error):
-                raise RunError(
-                    f"{str(error).split()[0]} has no kernel on {self.recovery.accelerator.device} whose result is the same "
-                    "each time: leave --reproducible out, or train on CPUs"
-                ) from error
+            if (explained := self.recovery.reduction.explain(error)) is not None:
+                raise explained from error
             if not is_out_of_memory(error):
                 raise error
             self._leave_in_good_order(error)
         return True
 
     def _leave_in_good_order(self, error: BaseException) -> None:
-        recovery, step = self.recovery, self.data.step + 1
+        recovery = self.recovery
         if self.is_agreed:
             raise RunError(
-                f"memory ran out in the optimizer's step {step}, which cannot be cut: resume with "
+                f"memory ran out in the optimizer's step {self.data.step + 1}, which cannot be cut: resume with "
                 f"{recovery.settings.memory_remedy}"
             ) from error
         if waits_in_forward(recovery.accelerator, recovery.model):
-            if recovery.exact_sum is not None:
-                raise self._cannot_repeat("this process") from error
-            raise RunError(
-                f"memory ran out in step {step}. With sharded weights or synchronised batch normalisation it cannot be done "
-                "again: resume with a smaller "
-                f"--per_device_train_batch_size than {recovery.steps.layout.per_device_train_batch_size}"
-            ) from error
+            recovery.reduction.abandon_forward(self, error)
         _free_activations(error)
-        if recovery.folding is not None:
-            recovery.folding.abandon()
-        if recovery.replicas is not None:
-            self.failure = recovery.replicas.reduce(self.data, [], has_failed=True, is_asked_to_stop=False)
-            if recovery.exact_sum is None:
-                self.failure = "memory"  # here, even if a replica was lost on top of it
-                return
-            raise self._cannot_repeat("this process") from error
-        if recovery.is_local:
-            raise self._cannot_repeat("this process") from error
-        if recovery.folding is not None or recovery.exact_sum is not None or recovery.exchange is not None:
-            recovery.agree(has_failed=True)
-            raise self._cannot_repeat("this process") from error
-        if isinstance(recovery.model, DistributedDataParallel):
-            torch_distributed.reduce_zeros(recovery.model, recovery._count_collectives() - self.first_collective)
-        recovery.agree(has_failed=True)
-
-    def _cannot_repeat(self, process: str) -> RunError:
-        if self.recovery.exchange is not None:
-            return RunError(
-                f"memory ran out on {process} in step {self.data.step + 1}, which is not done again, as some workers may have "
-                f"done it (communication {self.recovery.exchange.communication}): resume with a smaller "
-                f"--per_device_train_batch_size than {self.recovery.steps.layout.per_device_train_batch_size}"
-            )
-        if self.recovery.exact_sum is not None:
-            settings = self.recovery.settings
-            return RunError(
-                f"memory ran out on {process} in step {self.data.step + 1}, with micro-batches of {settings.reproducible} "
-                "samples (--reproducible), whose size decides the bits: start anew with a smaller size, or try "
-                f"{settings.memory_remedy}"
-            )
-        return RunError(
-            f"memory ran out on {process} in step {self.data.step + 1}, some gradients of which are in the optimizer's moments "
-            "(accumulation optimizer): it cannot be done again. Resume with a smaller --per_device_train_batch_size than "
-            f"{self.recovery.steps.layout.per_device_train_batch_size}"
-        )
+        recovery.reduction.abandon(self, error)
 
     @contextlib.contextmanager
     def _report_missing_processes(self):

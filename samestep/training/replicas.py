@@ -37,6 +37,7 @@ from samestep.errors import RunError, UsageError
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import ExactSum
 from samestep.training import checkpoint, digest
+from samestep.training.reduction import HasEnded
 from samestep.training.report import RunLog
 from samestep.training.shared_folder import SharedFolder
 
@@ -52,10 +53,6 @@ be with the 25 MiB of DistributedDataParallel."""
 
 
 Answer = TypeVar("Answer")
-
-
-class HasEnded(Exception):
-    """Raised when other replicas have ended the run while this one was away."""
 
 
 class GradientBuffer:

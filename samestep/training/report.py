@@ -31,11 +31,11 @@ from samestep.printing import fold
 from samestep.recipe import batch_size, run_files
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.recipe.step_plan import explain_accumulation
 from samestep.step.exact_sum import add_exactly
 from samestep.training import card, checkpoint, digest, plots, stragglers
 from samestep.training.checkpoint import LINES
 from samestep.training.evaluation import Evaluation
+from samestep.training.reduction import Reduction
 from samestep.training.shared_folder import SharedFolder
 
 SECONDS_TO_UNLOCK = 10.0
@@ -144,6 +144,7 @@ class RunLog:
         start: state at the end of an earlier session; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
         saver: writes checkpoints.
+        reduction: how gradients become the step's.
         spans: parts of the stream of samples that the steps hold, where the batch grows; None: it stays.
         folder: the output folder, where replicas share it: `open_files` is called by the replica that begins the run, lines are
             written by the first replica, and every step is read from the device; None: it is this run's alone.
@@ -157,6 +158,7 @@ class RunLog:
         start: checkpoint.State,
         num_steps: int,
         saver: checkpoint.Saver,
+        reduction: Reduction,
         spans: Spans | None = None,
         folder: SharedFolder | None = None,
     ):
@@ -179,14 +181,13 @@ class RunLog:
         if folder is not None:  # nobody has opened the files, or replicas that are further
             evaluations = [line for line in evaluations if _is_earlier(line, first_step, num_steps)]
             evaluations = evaluations if settings.resume_from_checkpoint else []
-        self.exchange = recipe.exchange
-        self.is_local = self.exchange is not None and self.exchange.is_local
+        self.reduction = reduction
         self.measurements = batch_size.read_measurements(steps)
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
         self._start_tracker()
-        if recipe.accumulation == "optimizer":
-            accelerator.print(fold(explain_accumulation(recipe.second_moment)))
+        for note in reduction.list_notes():
+            accelerator.print(fold(note))
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
 
@@ -392,14 +393,11 @@ class RunLog:
         sums = [sums.tolist() for _, _, _, sums, _, _ in pending]  # waits for the device
         all_counts = torch.stack([counts for *_, counts, _ in pending]).cpu()
         norms = torch.stack([norm for *_, norm in pending]).double().cpu()
-        parts_here = (all_counts, norms) if self.is_local else None
+        parts_here = self.reduction.list_counts(all_counts, norms)
         gathered = gather_object([(sums, [stragglers.read(*times) for times in pending_times], parts_here)])
         all_sums, all_times, parts_of_processes = zip(*gathered, strict=True)
-        if self.is_local:
-            all_counts = sum(counts for counts, _ in parts_of_processes)
-            squares = zip(*(norms.square().tolist() for _, norms in parts_of_processes), strict=True)
-            means = [add_exactly(values) / self.exchange.num_workers for values in squares]
-            norms = torch.tensor(means, dtype=torch.float64).sqrt()
+        if parts_here is not None:
+            all_counts, norms = self.reduction.join_counts(parts_of_processes)
         totals = [
             [add_exactly(values) for values in zip(*itertools.chain(*parts), strict=True)]
             for parts in zip(*all_sums, strict=True)
@@ -422,8 +420,7 @@ class RunLog:
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
             if is_broken and self.settings.on_nonfinite == "stop":
-                is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
-                is_held_back = is_held_back and self.exchange is None  # error feedback has it, or workers differ
+                is_held_back = has_skipped and not is_scaled and self.reduction.holds_back
                 failure = self._describe_nonfinite(line, places, micro_batches, micro_batch_sums), is_held_back
                 break
             if has_skipped:

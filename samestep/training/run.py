@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import functools
 import io
-import itertools
 import math
 import os
 import shlex
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
@@ -35,7 +33,7 @@ from samestep.errors import UsageError
 from samestep.models import pretrained, small_model
 from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
-from samestep.recipe import communication, rehearsal, run_settings
+from samestep.recipe import rehearsal, run_settings
 from samestep.recipe.batch_schedule import parse
 from samestep.recipe.batch_size import Measurement
 from samestep.recipe.launches import find_refusal
@@ -44,18 +42,15 @@ from samestep.recipe.recipe import CausalLmFineTuning, Recipe
 from samestep.recipe.settings import drop_flags
 from samestep.recipe.step_plan import describe_sizes, plan_steps
 from samestep.step import accumulate, batch_norm, losses, noise, optim
-from samestep.step.compression import PowerSgd, TopK
-from samestep.step.exact_sum import ExactSum
-from samestep.step.exchange import Exchange
-from samestep.step.local_workers import LocalWorkers
 from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.evaluation import evaluate
 from samestep.training.peer_copies import PeerCopies
 from samestep.training.recovery import Attempt, Recovery
-from samestep.training.replicas import HasEnded, Replicas
+from samestep.training.reduction import HasEnded
 from samestep.training.stragglers import StepClock
+from samestep.training.ways import choose_reduction
 
 DECIDED_BY_WEIGHTS = (*CausalLmFineTuning.SHAPE, "architecture", "vocab_size", "tokenizer_name")
 """Flags that have no place beside weights to start from, and those of a session that has ended."""
@@ -108,9 +103,9 @@ class Run:
             num_processes=self.accelerator.num_processes,
         ):
             raise UsageError(str(refusal))
-        num_workers = None if exchange is None else exchange.num_workers
+        self.reduction = choose_reduction(self.accelerator, self.recipe, self.settings)
         self.layout = solve_layout(
-            num_processes=num_workers or self.accelerator.num_processes,
+            num_processes=self.reduction.num_workers or self.accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
             per_device_train_batch_size=host_memory.choose_batch_size(self.accelerator, self.recipe, self.settings),
             gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
@@ -122,7 +117,7 @@ class Run:
         ):
             raise UsageError(str(refusal))
         self.folder = report.open_output_dir(self.accelerator, self.settings)
-        self.replicas = None if self.folder is None else Replicas(self.accelerator, self.settings, self.folder)
+        self.reduction.join(self.folder)
         self.store = self._open_store()
         resume = self.settings.resume_from_checkpoint
         self.peer_copies = self._find_peer_copies()
@@ -133,7 +128,7 @@ class Run:
         )
         if self.peer_copies is not None and self.checkpoint is not None:
             self.checkpoint = self.output_dir / self.checkpoint.name
-        self.bits_depend_on = self._find_what_bits_depend_on()
+        self.reduction.check_checkpoint(self.checkpoint, self.start, self._say)
         self.completed_steps = self.start.step
         self.has_stopped_early = self.has_ended_elsewhere = False
         self.problem: str | None = None
@@ -386,16 +381,9 @@ class Run:
         (batch_norm.freeze if getattr(recipe, "normalization", None) == "frozen" else batch_norm.synchronize)(model)
         fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model)
         optimizer = optim.from_recipe(model, recipe)
-        is_reproducible = settings.reproducible is not None
         names = checkpoint.name_parameters(self.bare_model)
-        has_own_sum = is_reproducible or recipe.exchange is not None
-        self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer, has_own_sum)
-        self.exchange = make_exchange(accelerator, recipe, names, optimizer.optimizer, self.start.step)
-        self.is_local = self.exchange is not None and self.exchange.communication.is_local
-        self.parameters = list(model.parameters())
-        self.exact_sum = ExactSum(model) if is_reproducible else None
-        if self.exact_sum is not None and self.start.exact_sum is not None:
-            self.exact_sum.last_exponent = self.start.exact_sum["exponent"]
+        model, optimizer = self.reduction.prepare(model, optimizer, names, self.start)
+        self.model, self.optimizer, self.parameters = model, optimizer, list(model.parameters())
         weights = list(recipe.loss_weights.values())
         self.loss_weights = torch.tensor(weights, dtype=getattr(torch, settings.dtype), device=accelerator.device)
         cut = Steps(
@@ -405,14 +393,13 @@ class Run:
             process_index=accelerator.process_index,
             max_tokens=getattr(settings, "per_device_train_tokens", None),
             same_num_micro_batches=launch.waits_in_forward(accelerator, model),
-            deals_whole=is_reproducible,
+            deals_whole=self.reduction.is_exact,
             noise_scale_steps=settings.noise_scale_steps,
-            workers=() if self.exchange is None else self.exchange.own,
+            workers=self.reduction.own,
         )
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, fingerprints)
-            if self.exchange is not None:
-                checkpoint.load_exchange(self.checkpoint, self.exchange)
+            self.reduction.load(self.checkpoint)
         tokenizer = getattr(train, "tokenizer", None)
         saver = checkpoint.Saver(
             accelerator,
@@ -422,72 +409,27 @@ class Run:
             fingerprints,
             settings,
             self.start,
+            self.reduction,
             tokenizer,
-            self._describe_exact_sum,
             lambda: None if self.follower is None else self.follower.record,
             self.store,
             self.peer_copies,
-            self.exchange,
         )
         spans = self.order.spans if self.order.stages else None
-        self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans, self.folder)
+        self.log = report.RunLog(
+            accelerator, recipe, settings, self.start, self.num_steps, saver, self.reduction, spans, self.folder
+        )
         self.step_clock = StepClock(accelerator, self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.noise_meter = self.term_meter = None
         if settings.noise_scale_steps is not None:
-            self.noise_meter = NoiseMeter(names, self.exact_sum)
+            self.noise_meter = NoiseMeter(names, self.reduction.exact_sum)
             if sum(weight > 0 for weight in weights) > 1:
-                dtype = torch.float64 if is_reproducible else None
+                dtype = torch.float64 if self.reduction.is_exact else None
                 self.term_meter = TermMeter(list(names.values()), len(weights), dtype)
-        self.recovery = Recovery(
-            accelerator, cut, model, optimizer, self.log, self.exact_sum, self.replicas, self.exchange
-        )
-        if self.replicas is not None:
-            self.replicas.attach(model, optimizer, cut, self.log, self.exact_sum, self.start, fingerprints)
+        self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.reduction)
+        self.reduction.attach(self.recovery, self.start, fingerprints)
         return model, optimizer
-
-    def _find_what_bits_depend_on(self) -> dict[str, Any] | None:
-        """Collect what decides the bits of a reproducible run beside its recipe, and compare it with the checkpoint's.
-
-        Returns:
-            Values by name; None: the run is not reproducible.
-
-        Raises:
-            UsageError: the checkpoint was made with other values.
-        """
-        if self.settings.reproducible is None:
-            return None
-        values: dict[str, Any] = {"reproducible": self.settings.reproducible}
-        values |= {"mixed_precision": self.accelerator.mixed_precision, "device": self.accelerator.device.type}
-        for name in ("per_device_train_tokens", "attn_implementation", "noise_scale_steps"):
-            values[name] = getattr(self.settings, name, None)
-        saved, machine = values if self.checkpoint is None else self.start.exact_sum or {}, digest.machine_kind()
-        if differences := "; ".join(
-            f"{name} {saved.get(name)} there, {value} here"
-            for name, value in values.items()
-            if saved.get(name) != value
-        ):
-            raise UsageError(
-                f"reproducible is given, but the bits of checkpoint {self.checkpoint} depend on other values: {differences}. "
-                "Resume with its values, or leave --reproducible out"
-            )
-        if saved.get("machine", machine) != machine:
-            self._say(
-                f"WARNING: from here on the bits may be others, as kernels are: {self.checkpoint} was written on "
-                f"{saved['machine']}; this is {machine}"
-            )
-        return values | {"machine": machine}
-
-    def _describe_reproducible(self) -> str:
-        """Say what --reproducible does, after the first line of a run; nothing without it."""
-        if self.exact_sum is None:
-            return ""
-        threads = "; one thread per process" if self.accelerator.device.type == "cpu" else ""
-        return f"; the same bits on any number of processes{threads}"
-
-    def _describe_exact_sum(self) -> dict[str, Any] | None:
-        """Return what a checkpoint holds for exact sums."""
-        return None if self.exact_sum is None else self.bits_depend_on | {"exponent": self.exact_sum.last_exponent}
 
     def whole_step(self) -> batch_norm.WholeStep:
         """Make the object that computes batch normalisation of whole steps, for `Step.find_statistics`.
@@ -495,7 +437,7 @@ class Run:
         It does nothing unless the recipe asks for that (exact_batch_norm).
         """
         return batch_norm.WholeStep(
-            self.bare_model if self.recipe.exact_batch_norm else nn.Identity(), is_canonical=self.exact_sum is not None
+            self.bare_model if self.recipe.exact_batch_norm else nn.Identity(), is_canonical=self.reduction.is_exact
         )
 
     def steps(self, train: Any) -> Iterator["Step"]:
@@ -512,24 +454,18 @@ class Run:
         """
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         self._check_targets(train)
-        if not settings.rehearse and self.exact_sum is None:
+        if not settings.rehearse and not self.reduction.is_exact:  # whose size decides the bits
             micro_batch_size.fit(recovery, self._forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
-        cut = recovery.steps.layout if self.replicas is None else f"a replica of those at {settings.lighthouse}"
-        if self.exchange is not None and self.exchange.own:
-            cut = f"{cut}".replace("process(es)", f"workers on {accelerator.num_processes} process(es)")
         self._say(
-            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {cut}"
+            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; "
+            f"{self.reduction.describe_cut(recovery.steps.layout)}"
             f"{self._describe_growth()}; on {accelerator.device}, mixed precision {accelerator.mixed_precision}; steps "
-            f"{self.completed_steps} to {self.last_step} of {self.num_steps}{self._describe_reproducible()}"
+            f"{self.completed_steps} to {self.last_step} of {self.num_steps}{self.reduction.describe_bits()}"
         )
-        if self.exchange is not None:
-            text = communication.describe(self.exchange.communication)
-            self.log.add_event(self.completed_steps + 1, text, **self.exchange.count_bytes())
-        elif settings.reduce_dtype != "own":
-            accelerator.print(communication.describe_reduce_dtype(settings.reduce_dtype, accelerator.num_processes))
+        self.reduction.announce(self.log, self.completed_steps)
         self.log.start()
         self.model.train()
         is_at_end = False
@@ -559,7 +495,7 @@ class Run:
             stream = recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device)
             for data in self.step_clock.time_data(stream):
                 has_grown = yield from self._take_step(data)
-                # Replicas may be at another step; steps of a batch that has grown are others
+                # Others may be at another step; steps of a batch that has grown are others
                 if recovery.should_stop or has_grown or self.completed_steps != data.step + 1:
                     return
         except HasEnded:
@@ -581,7 +517,6 @@ class Run:
         if step.noise is not None:
             layers = self.noise_meter.groups
             self.log.add_noise(attempt.data, step.noise, layers, recovery.steps, step.noise_of_terms)
-        parts = None if self.replicas is None else self.replicas.list_parts(attempt.data)
         self.log.step(
             attempt.data,
             attempt.sums,
@@ -589,7 +524,7 @@ class Run:
             step.grad_norm,
             step.learning_rate,
             digests,
-            parts,
+            self.reduction.list_parts(attempt.data),
             self.step_clock.take(),
         )
         self.completed_steps += 1
@@ -598,10 +533,9 @@ class Run:
             return has_grown
         every = settings.checkpointing_steps
         is_due = self.completed_steps % every == 0 if every else recovery.should_save
-        if self.is_local and not self.exchange.is_exchange(step.index, self.num_steps):
-            is_due = False  # workers differ; what the last exchange agreed on was done then
+        is_due = is_due and self.reduction.may_save(step.index, self.num_steps)
         if is_due and self.completed_steps < self.last_step:
-            if self.replicas is None or self.replicas.is_first:
+            if self.reduction.saves:
                 self.log.save(self.completed_steps, is_routine=every is None)
             recovery.restart_save_clock()
         return has_grown
@@ -637,12 +571,12 @@ class Run:
         Args:
             evaluate: called when all steps are done.
 
-        Of replicas one does it; the others wait until it has done, to do it themselves if it dies.
+        Of launches that train together one does it; the others wait until it has done, to do it themselves if it dies.
 
         Returns:
             The whole model, to be published, on process 0 when the training is finished; else None.
         """
-        if self.replicas is not None and not self._ends_the_run():
+        if not self.reduction.ends_the_run(self):
             self.log.close()
             return None
         if self.completed_steps > self.start.step:
@@ -654,18 +588,6 @@ class Run:
             self._say(self._explain_early_end())
         trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
-
-    def _ends_the_run(self) -> bool:
-        """Tell whether this replica ends the run; if not, wait until another one has done that, or leave it to the others."""
-        replicas, stops = self.replicas, self.recovery.should_stop and not self.is_finished
-        if self.has_ended_elsewhere or (stops and not replicas.everybody_stops):
-            replicas.leave()
-            reason = (
-                "other replicas have ended it" if self.has_ended_elsewhere else "it was asked to stop; the others go on"
-            )
-            print(f"This replica leaves the run in {self.output_dir}: {reason}", flush=True)
-            return False
-        return replicas.take_charge()
 
     def _explain_early_end(self) -> str:
         """Say why this session ended before the training did, and how to go on."""
@@ -726,11 +648,7 @@ class Run:
             UsageError: `publish` was told of a problem.
         """
         status = self.recovery.close(self.is_finished)
-        if self.exchange is not None:
-            self.exchange.close()
-            self.exchange = None
-        if self.replicas is not None:
-            self.replicas.close()
+        self.reduction.close()
         torch_distributed.release(self.model)
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.end_training()
@@ -760,31 +678,6 @@ class Run:
         self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
 
 
-def make_exchange(
-    accelerator: Accelerator,
-    recipe: Recipe,
-    named_parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    step: int,
-) -> Exchange | None:
-    """Make what a recipe's `communication` names; None: it names nothing.
-
-    Args:
-        accelerator: the run's.
-        named_parameters: of the model without wrapping.
-        optimizer: without wrapping.
-        step: steps so far.
-    """
-    found = recipe.exchange
-    if found is None:
-        return None
-    if found.kind == "power_sgd":
-        return PowerSgd(accelerator, found, named_parameters, recipe.seed, step)
-    if found.kind == "top_k":
-        return TopK(accelerator, found, named_parameters)
-    return LocalWorkers(accelerator, found, named_parameters, optimizer)
-
-
 class Step:
     """One optimizer step, a context manager around the code that computes it from its `micro_batches`.
 
@@ -802,8 +695,6 @@ class Step:
         self.index = attempt.data.step
         self.learning_rate = run.schedule(self.index)
         self.is_entered = self.is_scaled = False
-        self.worker_counts: torch.Tensor | None = None  # of the worker that takes a step of its own
-        self.grad_norms: list[torch.Tensor] = []
         self.noise: torch.Tensor | None = None
         self.noise_of_terms: torch.Tensor | None = None
 
@@ -825,10 +716,7 @@ class Step:
         With --reproducible gradients are divided by a power of two alone, so that no cut rounds them differently.
         """
         self.is_scaled = True
-        accelerator, exchange = self.run.accelerator, self.run.exchange
-        if exchange is not None:
-            return accelerator.gradient_accumulation_steps * exchange.loss_factor
-        return accelerator.gradient_accumulation_steps if self.run.exact_sum else accumulate.loss_scale(accelerator)
+        return self.run.reduction.loss_scale
 
     @property
     def num_targets(self) -> torch.Tensor:
@@ -836,58 +724,24 @@ class Step:
 
         Of a worker that takes steps of its own, those of its share.
         """
-        counts = self.attempt.counts if self.worker_counts is None else self.worker_counts
-        return counts.clamp(min=1)
+        return self.run.reduction.find_counts(self.attempt).clamp(min=1)
 
     @property
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
-        run, data, is_exact = self.run, self.data, self.run.exact_sum is not None
-        if data.micro_batches_by_worker:
-            yield from self._iterate_workers()
-            return
-        device, parts = run.accelerator.device, list(zip(data.micro_batches, data.samples, data.numbers, strict=True))
-        for micro_batch, samples, number in accumulate.iterate_micro_batches(run.accelerator, parts, is_exact):
-            run.noise.set_samples(samples, device)
-            if is_exact:
-                accumulate.seed_noise(run.accelerator, run.recipe.seed, self.index, number or 0)
-            yield to_device(micro_batch, device)
+        return self.run.reduction.micro_batches(self)
 
-    def _iterate_workers(self) -> Iterator[MicroBatch]:
-        """Iterate over the micro-batches of the workers that this process computes, one worker after the other.
-
-        Where workers take steps of their own, `accelerator.accumulate` synchronises at the last micro-batch of each, so that a
-        script clips and steps for each; after the last one the workers exchange their parameters if it is time.
-        """
-        run, data, exchange = self.run, self.data, self.run.exchange
-        device, accelerator = run.accelerator.device, run.accelerator
-        parts = zip(data.micro_batches, data.samples, strict=True)
-        turns = [list(itertools.islice(parts, number)) for number in data.micro_batches_by_worker]
-        whole = list(itertools.chain(*turns))
-        stream = None if run.is_local else accumulate.iterate_micro_batches(accelerator, whole)
-        first = 0
-        for place, (worker, turn) in enumerate(zip(exchange.own, turns, strict=True)):
-            exchange.begin_worker(worker)
-            accumulate.seed_noise(accelerator, run.recipe.seed, self.index, process_index=worker)
-            if run.is_local:
-                self.worker_counts = data.micro_batch_counts[first : first + len(turn)].sum(0).to(device)
-                first += len(turn)
-                stream = accumulate.iterate_micro_batches(accelerator, turn)
-            for micro_batch, samples in itertools.islice(stream, len(turn)):
-                run.noise.set_samples(samples, device)
-                yield to_device(micro_batch, device)
-            if place + 1 < len(turns):
-                exchange.end_worker()
-        if run.is_local and exchange.is_exchange(self.index, run.num_steps):
-            self.attempt.confirm_gradient()
-            exchange.exchange()
+    def take(self, micro_batch: Mapping[str, torch.Tensor | None], samples: Any) -> MicroBatch:
+        """Take a micro-batch of some samples to the device, and let noise be theirs."""
+        self.run.noise.set_samples(samples, self.run.accelerator.device)
+        return to_device(micro_batch, self.run.accelerator.device)
 
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
 
         Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.
         """
-        is_exact = self.run.exact_sum is not None
+        is_exact = self.run.reduction.is_exact
         if is_exact or self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
             model, num_targets = self.run.bare_model, self.num_targets
             whole_step.prepare(
@@ -903,29 +757,27 @@ class Step:
         Called by all processes between the last backward and the optimizer's step. The optimizer does not take a step with a
         gradient that is not finite.
         """
-        run = self.run
-        if run.exact_sum is not None and not self.is_scaled:
-            raise UsageError(
-                "reproducible is given, but the loss was multiplied by other factors than step.loss_scale: write "
-                "accelerator.backward(loss * step.loss_scale)"
-            )
-        if run.is_local:
-            self.grad_norms.append(accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm))
-            run.recovery.skip_update_if_not_finite(self.grad_norms[-1])
-            self.grad_norm = torch.stack(self.grad_norms).square().sum().sqrt()
-            return
-        scaler = run.accelerator.scaler
+        self.run.reduction.check_scale(self)
+        self.grad_norm = self.run.reduction.clip(self, max_norm)
+
+    def make_gradient_whole(self) -> None:
+        """Let the reduction make the gradient of the step whole, and measure it, where that is due."""
+        run, scaler = self.run, self.run.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and self.data.is_measured else 1.0
         if self.data.is_measured and run.term_meter is not None:
             self._measure_terms(scale)
         self.attempt.confirm_gradient()
         run.digests.add_gradients(self.index + 1)
         if self.data.is_measured:
-            local_scale = 1 if run.exact_sum is not None else run.accelerator.num_processes
-            self.noise = run.noise_meter.finish(local_scale, scale)
+            self.noise = run.noise_meter.finish(run.reduction.num_averaged, scale)
             self.noise_of_terms = None if run.term_meter is None else run.term_meter.finish(scale)
-        self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
-        run.recovery.skip_update_if_not_finite(self.grad_norm)
+
+    def clip_whole_gradient(self, max_norm: float | None) -> torch.Tensor:
+        """Clip the gradient that the parameters have; return its norm before, scalar. One that is not finite is not used."""
+        run = self.run
+        norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
+        run.recovery.skip_update_if_not_finite(norm)
+        return norm
 
     def _measure_terms(self, scale: float) -> None:
         """Compute the gradients of the terms in the micro-batches of this step; `scale` is fp16's."""
@@ -955,12 +807,8 @@ class Step:
         self.run.step_clock.begin()
         if self.data.is_measured:
             self.run.noise_meter.begin(self.data.micro_batch_counts, self.attempt.counts)
-        accumulate.seed_noise(self.run.accelerator, self.run.recipe.seed, self.index, **self._find_process())
+        self.run.reduction.seed_noise(self)
         return self
-
-    def _find_process(self) -> dict[str, int]:
-        """Find the number of this process where Accelerate does not know it: among replicas."""
-        return {} if self.run.replicas is None else {"process_index": self.run.replicas.rank}
 
     def __exit__(self, *error: Any) -> bool:
         return self.attempt.__exit__(*error)

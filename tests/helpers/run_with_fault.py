@@ -65,7 +65,7 @@ def limit_memory(model_class: type, process: int, kind: str) -> Callable[[], Non
 
 def say_how_many_reductions_had_begun(self, error):
     print(
-        f"\nreductions begun: {self.recovery._count_collectives() - self.first_collective}", file=sys.stderr, flush=True
+        f"\nreductions begun: {self.recovery.count_collectives() - self.first_collective}", file=sys.stderr, flush=True
     )
     leave(self, error)
 

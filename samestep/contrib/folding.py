@@ -1,0 +1,65 @@
+"""Gradients that are folded into the optimizer's moments as they come (a recipe's `accumulation: optimizer`)."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from samestep.errors import UsageError
+from samestep.recipe.launches import find_refusal
+from samestep.recipe.step_plan import explain_accumulation
+from samestep.step.optim import Accumulating
+from samestep.training.checkpoint import State
+from samestep.training.launch import is_sharded
+from samestep.training.recovery import Attempt
+from samestep.training.reduction import Unrepeatable
+
+
+class Folding(Unrepeatable):
+    """The optimizer takes each micro-batch's gradient into its moments, from which it cannot be taken out again."""
+
+    can_skip_update = False
+    holds_back = False
+    optimizer: Accumulating
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: dict[str, nn.Parameter],
+        start: State,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        assert isinstance(optimizer, Accumulating)
+        precision = "no" if self.accelerator.scaler is None else "fp16"
+        if refusal := find_refusal(
+            mixed_precision=precision, is_sharded=is_sharded(self.accelerator), accumulation="optimizer"
+        ):
+            raise UsageError(str(refusal))
+        self.optimizer = optimizer
+        model = self.accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
+        wrapped_optimizer = self.accelerator.prepare(optimizer)
+        if self.accelerator.num_processes > 1:
+            optimizer.distribute(model)
+        optimizer.allocate()
+        return model, wrapped_optimizer
+
+    def list_notes(self) -> list[str]:
+        return [explain_accumulation(self.recipe.second_moment)]
+
+    def discard_gradients(self) -> AbstractContextManager[None]:
+        return self.optimizer.discard_gradients()
+
+    def begin(self, attempt: Attempt) -> None:
+        super().begin(attempt)
+        self.optimizer.gradient_accumulation_steps = len(attempt.data.micro_batches)
+        self.optimizer.num_micro_batches = attempt.data.num_micro_batches
+
+    def abandon(self, attempt: Attempt, error: BaseException) -> None:
+        self.optimizer.abandon()
+        super().abandon(attempt, error)
+
+    def explain_once(self) -> str:
+        return (
+            "some gradients of which are in the optimizer's moments (accumulation optimizer): it cannot be done again. Resume "
+            f"with a smaller --per_device_train_batch_size than {self._size}"
+        )

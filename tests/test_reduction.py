@@ -1,0 +1,64 @@
+"""Nothing of a run asks which way gradients become the step's, and the exact step works where all other ways are deleted."""
+
+import ast
+import sys
+
+import pytest
+from common import ROOT
+
+from samestep.training.ways import WAYS
+
+ASKERS = ["run", "recovery", "report", "checkpoint", "launch", "micro_batch_size"]
+MARKS = {
+    "exchange",
+    "replicas",
+    "folding",
+    "exact_sum",
+    "is_local",
+    "Accumulating",
+    "Replicated",
+    "Exchanging",
+    "LocalSteps",
+}
+"""Names by which one way can be told from another."""
+SAID = {
+    "run": {"exchange", "is_local"},  # of a recipe: what excludes what, and where a training may be lengthened
+    "checkpoint": {"exact_sum"},  # of a state: a field of the file
+}
+
+
+@pytest.mark.parametrize("module", ASKERS)
+def test_no_condition_asks_which_way_it_is(module):
+    tree = ast.parse((ROOT / "samestep" / "training" / f"{module}.py").read_text(encoding="utf-8"))
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert)]
+    names = {
+        getattr(node, "attr", None) or getattr(node, "id", None)
+        for test in tests
+        for node in ast.walk(test)
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    assert names & MARKS <= SAID.get(module, set())
+
+
+def test_ways_are_in_one_list():
+    """Each class of contrib that is a reduction, and the last one takes every run."""
+    classes = {
+        f"samestep.contrib.{path.stem}:{node.name}"
+        for path in (ROOT / "samestep" / "contrib").glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert classes <= {way for way, _ in WAYS}
+    assert WAYS[-1][1](None, None)
+
+
+def test_the_exact_step_needs_no_other_way(train, monkeypatch):
+    """By default and reproducible; a way that is deleted is missed by who asks for it."""
+    for name in [name for name in sys.modules if name.startswith("samestep.contrib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "samestep.contrib", None)
+    flags = "--global_batch_size 6 --max_train_steps 2"
+    train("default", flags, program="pretrain_gpt2")
+    train("reproducible", f"{flags} --reproducible 3", program="pretrain_gpt2")
+    with pytest.raises(ModuleNotFoundError, match=r"samestep\.contrib"):
+        train("folded", f"{flags} --accumulation optimizer --second_moment unbiased", program="pretrain_gpt2")
