@@ -31,8 +31,8 @@ def main() -> int | None:
             return None
         case [name, *argv] if name in COMMANDS:
             return answer(name, argv)
-        case [word, *_]:
-            raise UsageError(f"{program_name()} {format_name(word)}: {nearest(word, COMMANDS)}")
+        case _:
+            raise UsageError(f"{program_name()} {format_name(sys.argv[1])}: {nearest(sys.argv[1], COMMANDS)}")
 
 
 def answer(name: str, argv: list[str]) -> int | None:

@@ -159,6 +159,7 @@ class NoiseFollower:
         share = find_signal_share([self.measurements], first)
         if not share.is_known:
             return None
+        assert self.growth.more_tokens is not None, "a batch that follows the noise has it"
         allowed = first * find_largest(share.high, self.growth.more_tokens)
         size = max(size for size in self.sizes if size <= max(allowed, first))
         return size if size > self.stages[-1].size else None

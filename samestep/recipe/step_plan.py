@@ -98,6 +98,7 @@ def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage]
     Raises:
         UsageError: the warm-up and the decay are together longer than the training.
     """
+    assert recipe.batch_schedule is not None
     growth, steps = parse(recipe.batch_schedule), recipe.max_train_steps
     # Without the number of samples, steps are as if no epoch ended
     n, epoch_end = (1, "carry") if num_samples is None else (num_samples, recipe.epoch_end)
@@ -111,6 +112,7 @@ def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage]
     if steps is None:
         if num_samples is None:
             return None
+        assert recipe.num_train_epochs is not None, "a recipe has one of both"
         total = max(1, math.ceil(num_samples * Fraction(recipe.num_train_epochs).limit_denominator(10**6)))
         spans = find_spans(total)
         steps = spans.count(total)
