@@ -10,13 +10,13 @@ from common import TINIES, all_metrics, evaluations, metrics
 from compare import parameters, relative
 from torch import nn
 
+from samestep.contrib.communication.compression import PowerSgd, TopK
+from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.communication import count_sent_bytes, parse
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.recipe import load
-from samestep.step.compression import PowerSgd, TopK
-from samestep.step.local_workers import LocalWorkers
 from samestep.training.checkpoint import checkpoints, read
 
 KINDS = {

@@ -14,6 +14,7 @@ from compare import parameters, relative
 from test_steps import Ragged
 from torch import nn
 
+from samestep.contrib.replication.replicas import GradientBuffer
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Steps
@@ -21,7 +22,6 @@ from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.launches import find_refusal
 from samestep.training.launch import ReplicaAccelerator
-from samestep.training.replicas import GradientBuffer
 from samestep.training.shared_folder import SharedFolder
 
 # ------------------------------------------------------------------------------------------------------------- the cut

@@ -125,7 +125,7 @@ def take_step(
     """Take an optimizer step as the scripts do; its mean losses [terms], on the device."""
     accumulate.seed_noise(accelerator, recipe.seed, number)
     mean_losses = add_gradients(accelerator, model, step, loss_weights(recipe, accelerator.device))
-    grad_norm = accumulate.clip(accelerator, optimizer, list(model.parameters()), recipe.max_grad_norm)
+    grad_norm = accumulate.clip(accelerator, list(model.parameters()), recipe.max_grad_norm)
     optimizer.optimizer.found_inf = (~grad_norm.isfinite()).float()
     optimizer.step()
     optimizer.zero_grad()

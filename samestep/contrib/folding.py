@@ -1,5 +1,6 @@
 """Gradients that are folded into the optimizer's moments as they come (a recipe's `accumulation: optimizer`)."""
 
+import math
 from contextlib import AbstractContextManager
 
 import torch
@@ -53,6 +54,9 @@ class Folding(Unrepeatable):
         super().begin(attempt)
         self.optimizer.gradient_accumulation_steps = len(attempt.data.micro_batches)
         self.optimizer.num_micro_batches = attempt.data.num_micro_batches
+
+    def clip_parameters(self, parameters: list[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        return self.optimizer.clip_grad_norm_(math.inf if max_norm is None else max_norm)
 
     def abandon(self, attempt: Attempt, error: BaseException) -> None:
         self.optimizer.abandon()

@@ -18,7 +18,6 @@ from torch import nn
 from samestep._internals import torch_distributed
 from samestep._internals.accelerate_state import begin_step
 from samestep._internals.torch_operators import foreach_mul_
-from samestep.step.optim import Accumulating
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -75,18 +74,14 @@ def iterate_micro_batches(
     yield from micro_batches
 
 
-def clip(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
-) -> torch.Tensor:
+def clip(accelerator: Accelerator, parameters: list[nn.Parameter], max_norm: float | None) -> torch.Tensor:
     """Clip the step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)), as
-    `torch.nn.utils.clip_grad_norm_` does. An optimizer that accumulates in its moments clips approximately (see
-    `Accumulating.clip_grad_norm_`).
+    `torch.nn.utils.clip_grad_norm_` does.
 
     On CPUs torch computes |G| of large gradients inexactly (see `row_norms`), and multiplies G by 1 where nothing is to be
     clipped; this function does neither.
 
     Args:
-        optimizer: as prepared by `accelerator`.
         parameters: the ones whose gradients are clipped.
         max_norm: the largest norm; None: no clipping, only the norm is computed.
 
@@ -94,8 +89,6 @@ def clip(
         scalar on the device, the norm before clipping.
     """
     limit = math.inf if max_norm is None else max_norm
-    if isinstance(optimizer.optimizer, Accumulating):
-        return optimizer.optimizer.clip_grad_norm_(limit)
     gradients = _cpu_gradients(accelerator, parameters)
     if not gradients:
         return accelerator.clip_grad_norm_(parameters, limit)

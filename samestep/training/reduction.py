@@ -168,6 +168,10 @@ class Reduction:
         step.make_gradient_whole()
         return step.clip_whole_gradient(max_norm)
 
+    def clip_parameters(self, parameters: list[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        """Clip the gradient that parameters have to an L2 norm (None: leave it); return its norm before, scalar."""
+        return accumulate.clip(self.accelerator, parameters, max_norm)
+
     def finish(self, attempt: "Attempt") -> None:
         """Agree with all processes that none failed, and make the gradient whole.
 

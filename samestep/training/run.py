@@ -775,7 +775,7 @@ class Step:
     def clip_whole_gradient(self, max_norm: float | None) -> torch.Tensor:
         """Clip the gradient that the parameters have; return its norm before, scalar. One that is not finite is not used."""
         run = self.run
-        norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
+        norm = run.reduction.clip_parameters(run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(norm)
         return norm
 

@@ -11,12 +11,12 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.training.reduction import Reduction
 
 WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
-    ("samestep.contrib.replication:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
+    ("samestep.contrib.replication.reduction:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
     (
-        "samestep.contrib.communication:LocalSteps",
+        "samestep.contrib.communication.reductions:LocalSteps",
         lambda recipe, settings: recipe.exchange is not None and recipe.exchange.is_local,
     ),
-    ("samestep.contrib.communication:Exchanging", lambda recipe, settings: recipe.exchange is not None),
+    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.exchange is not None),
     ("samestep.contrib.folding:Folding", lambda recipe, settings: recipe.accumulation == "optimizer"),
     ("samestep.training.reduction:ExactSums", lambda recipe, settings: settings.reproducible is not None),
     ("samestep.training.reduction:Reduction", lambda recipe, settings: True),

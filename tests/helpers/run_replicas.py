@@ -85,7 +85,8 @@ def serve_lighthouse(port: int, join_timeout: float) -> None:
 
 def train(program: str, argv: list[str], digests: Path) -> int:
     """Train as a script does; at the end write a digest of the parameters that this replica has to `digests`/PID."""
-    from samestep.training import digest, replicas
+    from samestep.contrib.replication import replicas
+    from samestep.training import digest
 
     lost_connections.listen()
     draw_nothing()
@@ -269,7 +270,7 @@ def main(folder: str, program: str, argv: str, is_sharded: str = "") -> None:
         argv: its arguments, in JSON.
         is_sharded: not empty: each replica is two processes that divide the weights.
     """
-    from samestep.training import replicas
+    from samestep.contrib.replication import replicas
 
     replicas.SECONDS_OF_QUORUM = 3.0
     words = json.loads(argv)

@@ -122,7 +122,7 @@ def measure(
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in held} == {id(p) for p in parameters.values()}
     gradients = {name.removeprefix("module."): whole(p.grad) for name, p in parameters.items()}
-    norm = accumulate.clip(accelerator, optimizer, list(parameters.values()), None)
+    norm = accumulate.clip(accelerator, list(parameters.values()), None)
     norm = whole(norm).item()
     largest = None
     if gather != "whole" and num_shards is None:

@@ -9,13 +9,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from samestep.contrib.communication.compression import PowerSgd, TopK
+from samestep.contrib.communication.exchange import Exchange, find_own_workers
+from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.data.steps import MicroBatch
 from samestep.recipe import communication
 from samestep.step import accumulate
-from samestep.step.compression import PowerSgd, TopK
 from samestep.step.exact_sum import add_exactly
-from samestep.step.exchange import Exchange, find_own_workers
-from samestep.step.local_workers import LocalWorkers
 from samestep.training import launch
 from samestep.training.checkpoint import WORKERS, State
 from samestep.training.recovery import Attempt

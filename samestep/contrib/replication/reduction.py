@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from samestep.contrib.replication.replicas import Replicas
 from samestep.data.steps import MicroBatch, StepData
 from samestep.step import accumulate
 from samestep.training.checkpoint import State
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.reduction import ExactSums, Reduction, RepeatStep
-from samestep.training.replicas import Replicas
 from samestep.training.run import Run, Step
 from samestep.training.shared_folder import SharedFolder
 
