@@ -185,6 +185,21 @@ def _wait_for_launcher() -> None:
     time.sleep(PROCESS_0_SECONDS)
 
 
+def _explain(error: Exception) -> Exception | None:
+    """Find the error of one line that an error is; None: it is none, or stands in the message of another process."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...")
+    if problem := explain_unwritable(error):
+        return UsageError(problem)
+    if not isinstance(error, RuntimeError) or not is_lost_connection(error):
+        return None
+    if will_be_restarted():
+        return LostProcessError(LOST_PROCESS)
+    if "RANK" in os.environ:  # what has ended the other process stands in its own message
+        _wait_for_launcher()
+    return None
+
+
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; write a `UsageError` or `RunError` to stderr, a line for each problem.
 
@@ -204,16 +219,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         except (UsageError, RunError):
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-                raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
-            if problem := explain_unwritable(error):
-                raise UsageError(problem) from None
-            if not isinstance(error, RuntimeError) or not is_lost_connection(error):
-                raise
-            if will_be_restarted():
-                raise LostProcessError(LOST_PROCESS) from None
-            if "RANK" in os.environ:  # what has ended the other process stands in its own message
-                _wait_for_launcher()
+            if (explained := _explain(error)) is not None:
+                raise explained from None
             raise
         except SystemExit as error:
             if error.code:

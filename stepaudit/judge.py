@@ -286,12 +286,7 @@ def _explain_gradient(
         finding = Finding("ignores_num_items", f"{recording.model}, {place}", f"{ratio:.4g} times the gradient")
         return [finding, *([] if is_multiple else _find_facts(reference, processes, place))]
     if is_multiple:
-        if window < k and abs(ratio * k / window - 1) <= margin:
-            return [Finding("tail", place, f"{ratio:.4g} = {window}/{k} of the gradient")]
-        factors: dict[str, float] = {"k": k, "N": num_processes, "k N": k * num_processes}
-        factors |= {f"1/({name})" if " " in name else f"1/{name}": 1 / value for name, value in factors.items()}
-        matching_names = [name for name, value in factors.items() if value != 1 and abs(ratio / value - 1) <= margin]
-        return [Finding("factor", place, " = ".join([f"{ratio:.6g}", *matching_names[:1]]) + " times the gradient")]
+        return [_explain_multiple(ratio, k, num_processes, window, place, margin)]
     changes = _find_changes(processes, t, _ratio(gradient - true_gradient, _norm(true_gradient)), place)
     if (
         findings := _explain_by_weights(reference, processes, t, true_gradient, gradient, k, margin, place, changes)
@@ -307,35 +302,49 @@ def _explain_gradient(
     if changes:
         return changes
     if recording.facts is None and true_gradient.size:  # the model could not be asked: name modules that may do it
-        suspects = [
-            Finding(cause, list_names(modules), place)
-            for cause, modules in (("batch_norm", recording.batch_norms), ("dropout", recording.dropouts))
-            if modules
-        ]
-        if suspects:
+        if suspects := _list_suspects(recording, place):
             return suspects + tail
-    counts = [
-        [_get_counts(recording, m) for m in _get_window(process.steps[t])]
-        for process in processes
-        if t < len(process.steps)
-    ]
-    if counts and all(None not in window_counts for window_counts in counts):
-        process_counts = [tuple(map(sum, zip(*window_counts, strict=True))) for window_counts in counts]
-        if len(set(process_counts)) > 1:
-            return [
-                Finding("mean_of_means", place, f"targets of the processes: {_format_counts(process_counts)}"),
-                *tail,
-            ]
-        if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
-            return [
-                Finding("mean_of_means", place, f"targets of the micro-batches: {_format_counts(counts[0])}"),
-                *tail,
-            ]
+    if (finding := _explain_counts(processes, t, place)) is not None:
+        return [finding, *tail]
     if recording.hooked_parameters:  # their effect is not seen where processes are reduced at once
         return [Finding("gradient_hooks", place, f"of {list_names(recording.hooked_parameters)}")]
     if recording.dropouts:  # of the program's own kind, which was not asked
         return [Finding("dropout", list_names(recording.dropouts), place), *tail]
     return [Finding("not_a_sum", place, f"{ratio:.4g} times the gradient, and a rest"), *tail]
+
+
+def _list_suspects(recording: Recording, place: str) -> list[Finding]:
+    """List the modules whose kind may make a gradient depend on the cut."""
+    kinds = (("batch_norm", recording.batch_norms), ("dropout", recording.dropouts))
+    return [Finding(cause, list_names(modules), place) for cause, modules in kinds if modules]
+
+
+def _explain_multiple(ratio: float, k: int, num_processes: int, window: int, place: str, margin: float) -> Finding:
+    """Explain a gradient that is `ratio` times the true one: a window that is not full, or a factor."""
+    if window < k and abs(ratio * k / window - 1) <= margin:
+        return Finding("tail", place, f"{ratio:.4g} = {window}/{k} of the gradient")
+    factors: dict[str, float] = {"k": k, "N": num_processes, "k N": k * num_processes}
+    factors |= {f"1/({name})" if " " in name else f"1/{name}": 1 / value for name, value in factors.items()}
+    matching_names = [name for name, value in factors.items() if value != 1 and abs(ratio / value - 1) <= margin]
+    return Finding("factor", place, " = ".join([f"{ratio:.6g}", *matching_names[:1]]) + " times the gradient")
+
+
+def _explain_counts(processes: Processes, t: int, place: str) -> Finding | None:
+    """Find different counts of targets in the processes, or in the micro-batches where several terms hide their weights."""
+    recording = processes[0]
+    counts = [
+        [_get_counts(recording, m) for m in _get_window(process.steps[t])]
+        for process in processes
+        if t < len(process.steps)
+    ]
+    if not counts or any(None in window_counts for window_counts in counts):
+        return None
+    process_counts = [tuple(map(sum, zip(*window_counts, strict=True))) for window_counts in counts]
+    if len(set(process_counts)) > 1:
+        return Finding("mean_of_means", place, f"targets of the processes: {_format_counts(process_counts)}")
+    if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
+        return Finding("mean_of_means", place, f"targets of the micro-batches: {_format_counts(counts[0])}")
+    return None
 
 
 def _find_facts(reference: Processes, processes: Processes, evidence: str) -> list[Finding]:

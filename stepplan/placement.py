@@ -4,8 +4,9 @@ Nothing here changes the optimizer's steps: it chooses among ways to compute the
 """
 
 import dataclasses
+import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,60 @@ def _from_here(path: Path) -> str:
     return str(short if short.exists() and short.samefile(path) else path)
 
 
+def _choose_precision(hardware: Hardware, mixed_precision: str | None, sharded: bool) -> str:
+    """Choose the precision of a launch: the one that is asked for, or the best that the device has. Raises as `place`."""
+    device, num_processes = hardware.device, hardware.num_processes
+    if device.is_single and num_processes > 1:
+        raise UsageError(
+            f"{hardware} are {num_processes:,} devices, but torch trains on one {device.name} only: take 1x{device.name}"
+        )
+    precision = mixed_precision or next(name for name in PRECISIONS if device.tflops(name))
+    if device.tflops(precision) is None:
+        has = " and ".join(PRECISIONS[name] for name in PRECISIONS if device.tflops(name))
+        raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
+    if sharded and num_processes == 1:
+        raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
+    return precision
+
+
+def _list_candidates(
+    has_equal_layers: bool, num_processes: int, gradient_checkpointing: bool, sharded: bool
+) -> list[tuple[bool, bool]]:
+    """List pairs (gradient checkpointing, sharding), the fastest first; of what is not required, with and without.
+
+    >>> _list_candidates(True, 2, False, False), _list_candidates(False, 2, False, True)
+    ([(False, False), (True, False), (False, True), (True, True)], [(False, True)])
+    """
+    shardings = [True] if sharded else [False, True] if num_processes > 1 and has_equal_layers else [False]
+    recomputations = [True] if gradient_checkpointing else [False, True] if has_equal_layers else [False]
+    return [(recomputed, is_sharded) for is_sharded in shardings for recomputed in recomputations]
+
+
+def _fits(workload: Workload, hardware: Hardware, precision: str, b: int, *options: Any) -> bool:
+    return _add_margins(_cut(workload, hardware, b, precision, *options)[1]) <= hardware.device.memory_bytes
+
+
+def _explain_need(
+    workload: Workload, hardware: Hardware, precision: str, candidates: Sequence[tuple[Any, ...]], min_batch: int
+) -> UsageError:
+    """Make the error for `min_batch` samples that fit by no candidate: pairs (gradient checkpointing, sharding)."""
+    capacity = hardware.device.memory_bytes
+
+    def find_need(b: int) -> float:
+        return min(_add_margins(_cut(workload, hardware, b, precision, *options)[1]) for options in candidates)
+
+    size = f"{find_need(1) / 1e9:.1f} GB for a single sample, of {capacity / 1e9:.1f} GB"
+    if find_need(1) > capacity:
+        offloaded = _explain_offloading(workload, hardware, precision)
+        return TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least{offloaded}")
+    share = shares(workload.global_batch_size, hardware.num_processes)[0]
+    largest = _find_largest(lambda b: find_need(b) <= capacity, share)
+    return UsageError(
+        f"{workload.name} needs {find_need(min_batch) / 1e9:.1f} GB for {min_batch} samples in a forward, and {size}, on "
+        f"{hardware}. Leave --per_device_train_batch_size out, or set it to {largest} or less"
+    )
+
+
 def place(
     workload: Workload,
     hardware: Hardware,
@@ -242,26 +297,14 @@ def place(
         TooLargeError: not even one sample fits; `growth.find_hardware` finds what it fits on.
         UsageError: the hardware lacks the precision, or the micro-batch does not fit; the message says which does.
     """
-    device, num_processes = hardware.device, hardware.num_processes
-    if device.is_single and num_processes > 1:
-        raise UsageError(
-            f"{hardware} are {num_processes:,} devices, but torch trains on one {device.name} only: take 1x{device.name}"
-        )
-    precision = mixed_precision or next(name for name in PRECISIONS if device.tflops(name))
-    if device.tflops(precision) is None:
-        has = " and ".join(PRECISIONS[name] for name in PRECISIONS if device.tflops(name))
-        raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
-    if sharded and num_processes == 1:
-        raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
+    num_processes, precision = hardware.num_processes, _choose_precision(hardware, mixed_precision, sharded)
     model, batch = workload.model, workload.global_batch_size
     share = shares(batch, num_processes)[0]
 
     def try_batch(b: int, *options: Any) -> tuple[Layout, Memory]:
         return _cut(workload, hardware, b, precision, *options)
 
-    def fits(b: int, *options: Any) -> bool:
-        return _add_margins(try_batch(b, *options)[1]) <= device.memory_bytes
-
+    fits = functools.partial(_fits, workload, hardware, precision)
     request = solve_layout(
         num_processes=num_processes,
         global_batch_size=batch,
@@ -270,16 +313,7 @@ def place(
     )
     is_free = per_device_train_batch_size is None and gradient_accumulation_steps is None
     min_batch = 1 if is_free else request.per_device_train_batch_size
-    # Pairs (gradient checkpointing, sharding), the fastest first
-    candidates = [
-        (checkpointing, is_sharded)
-        for is_sharded in (
-            [True] if sharded else [False, True] if num_processes > 1 and model.has_equal_layers else [False]
-        )
-        for checkpointing in (
-            [True] if gradient_checkpointing else [False, True] if model.has_equal_layers else [False]
-        )
-    ]
+    candidates = _list_candidates(model.has_equal_layers, num_processes, gradient_checkpointing, sharded)
     refusals = {is_sharded: workload.find_refusal(precision, is_sharded) for _, is_sharded in candidates}
     allowed = [options for options in candidates if not refusals[options[1]]]
     options = next((options for options in allowed if fits(min_batch, *options)), None)
@@ -301,17 +335,7 @@ def place(
         return dataclasses.replace(placement, reason=reason)
     candidates = allowed
     if options is None:
-        need = {b: min(_add_margins(try_batch(b, *options)[1]) for options in candidates) / 1e9 for b in (min_batch, 1)}
-        size = f"{need[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
-        if need[1] * 1e9 > device.memory_bytes:
-            offloaded = _explain_offloading(workload, hardware, precision)
-            raise TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least{offloaded}")
-        problem = (
-            f"{workload.name} needs {need[min_batch]:.1f} GB for {min_batch} samples in a forward, "
-            f"and {size}, on {hardware}"
-        )
-        largest = _find_largest(lambda b: any(fits(b, *options) for options in candidates), share)
-        raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {largest} or less")
+        raise _explain_need(workload, hardware, precision, candidates, min_batch)
 
     def find_fastest(*options: Any) -> tuple[Layout, Memory, StepTime, tuple[Any, ...], float]:
         """Find the largest micro-batch, with activations computed again where that saves time; what it saves."""

@@ -41,7 +41,7 @@ RECIPES = {
     "gpt_modern_small_cpu": ("pretrain_gpt2", ""),
     "gpt2_shakespeare_char_cpu": ("pretrain_gpt2", ""),
     "finetune_small_cpu": ("finetune_classifier", ""),
-    "finetune_reviews_cpu": ("finetune_classifier", ""),
+    "finetune_reviews_cpu": ("finetune_classifier", "--num_labels 3"),
     "resnet_digits_cpu": ("train_image_classifier", ""),
     "captcha_cpu": ("train_captcha", "--num_train_samples 300 --num_validation_samples 10"),
     "sft_small_cpu": ("finetune_causal_lm", CHATS),
@@ -54,19 +54,16 @@ B, LORA = "--per_device_train_batch_size 2", "--lora_rank 2 --lora_alpha 4"
 WAYS = {
     "top_k": (GPT2, f"{B} --communication", "top_k 0.01 of 4 workers"),
     "power_sgd": (GPT2, f"{B} --communication", "power_sgd of rank 4 from step 2"),
-    "local_sgd": (GPT2, f"{B} --communication", "local_sgd of 4 workers every 2 steps"),
-    "diloco": (GPT2, f"{B} --communication", "diloco of 2 workers every 2 steps"),
+    "local_sgd": (GPT2, f"{B} --digest_steps none --communication", "local_sgd of 4 workers every 2 steps"),
+    "diloco": (GPT2, f"{B} --digest_steps none --communication", "diloco of 2 workers every 2 steps"),
     "reduced_in_bf16": (GPT2, f"{B} --reduce_dtype bf16"),
     "folding": (GPT2, f"{B} --accumulation optimizer --second_moment unbiased"),
-    "exact_of_optimizer": (GPT2, f"{B} --accumulation optimizer"),
+    "folding_sgd": (IMAGES, f"{B} --accumulation optimizer"),
     "noise": (GPT2, f"{B} --noise_scale_steps 1"),
     "growing": (GPT2, f"{B} --lr_scaling_rule none --batch_schedule", "seesaw from 1"),
     "tokens": (GPT2, "--per_device_train_tokens 200"),
     "recomputed": (GPT2, f"{B} --gradient_checkpointing"),
-    "muon": (
-        GPT2,
-        f"{B} --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1 --max_grad_norm 0",
-    ),
+    "muon": (GPT2, f"{B} --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1"),
     "eight_bit": (CHAT, f"{B} {CHATS} --optimizer adamw_8bit --hidden_size 64 --intermediate_size 128"),
     "float64": (GPT2, f"{B} --dtype float64"),
     "masked": (GPT2, f"{B} --document_mask true"),
@@ -116,7 +113,7 @@ def record_trainings(server: Server, layout: str, folder: Path, corpus: Path, be
     calls, earlier = [], {}
     for name, call in trainings.items():
         place = runs / name.replace(" ", "_")
-        words = [word.replace("FOLDER", str(place)) for word in [*call, *always]]
+        words = [word.replace("FOLDER", str(place)) for word in [call[0], *always, *call[1:]]]
         resumed = ["--resume_from_checkpoint", "latest", "--stop_after_step", "4"]
         calls.append([*words, "--output_dir", f"{place}/run", "--stop_after_step", "2"])
         calls.append([*words, "--output_dir", f"{place}/run", *resumed])

@@ -101,7 +101,12 @@ def parse(text: str) -> BatchSchedule:
         if not 0.001 <= more_tokens <= 1:
             raise ValueError("a share of more tokens is from 0.001 to 1")
         return BatchSchedule("noise", (int(match[2]),), more_tokens=more_tokens, rate=rate)
-    first, *others = re.split(r" *, *", rest)
+    return _read_stages(rest, rate)
+
+
+def _read_stages(text: str, rate: str | None) -> BatchSchedule:
+    """Read a size, and the sizes and places of later stages. Raises ValueError as `parse`."""
+    first, *others = re.split(r" *, *", text)
     matches = [match for part in others if (match := _STAGE.fullmatch(part))]
     if not re.fullmatch(_SIZE, first) or not matches or len(matches) < len(others):
         raise ValueError(f"it is written like {EXAMPLES}")
