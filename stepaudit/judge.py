@@ -301,9 +301,10 @@ def _explain_gradient(
         return facts + tail
     if changes:
         return changes
-    if recording.facts is None and true_gradient.size:  # the model could not be asked: name modules that may do it
-        if suspects := _list_suspects(recording, place):
-            return suspects + tail
+    # Where the model could not be asked, name modules that may do it
+    suspects = _list_suspects(recording, place) if recording.facts is None and true_gradient.size else []
+    if suspects:
+        return suspects + tail
     if (finding := _explain_counts(processes, t, place)) is not None:
         return [finding, *tail]
     if recording.hooked_parameters:  # their effect is not seen where processes are reduced at once
