@@ -291,10 +291,34 @@ def write_recipe(folder: Path, values: dict[str, Any]) -> Path:
     return folder
 
 
+def format_results(results: Any, depth: int = 0) -> str:
+    """Write results as JSON with a line for each row: what holds no list and no dictionary, or is three levels deep.
+
+    >>> print(format_results({"rows": [{"a": 1, "b": [2, 3]}, {"a": 4}], "steps": 5}))
+    {
+      "rows": [
+        {"a": 1, "b": [2, 3]},
+        {"a": 4}
+      ],
+      "steps": 5
+    }
+    """
+    items = results.values() if isinstance(results, dict) else results if isinstance(results, list) else ()
+    if depth >= 2 or not any(isinstance(item, dict | list) and item for item in items):
+        return json.dumps(results)
+    space = "  " * (depth + 1)
+    if isinstance(results, dict):
+        lines = [f"{space}{json.dumps(key)}: {format_results(item, depth + 1)}" for key, item in results.items()]
+    else:
+        lines = [f"{space}{format_results(item, depth + 1)}" for item in results]
+    opening, closing = "{}" if isinstance(results, dict) else "[]"
+    return opening + "\n" + ",\n".join(lines) + "\n" + "  " * depth + closing
+
+
 def write(output: Path, results: dict[str, Any], page: str, is_last: bool = True) -> None:
     """Write OUTPUT.json and OUTPUT.md; print the latter where nothing more is measured."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    output.with_suffix(".json").write_text(format_results(results) + "\n", encoding="utf-8")
     output.with_suffix(".md").write_text(page, encoding="utf-8")
     if is_last:
         print(page)

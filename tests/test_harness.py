@@ -235,3 +235,12 @@ def test_nothing_heavy_is_imported_with_it():
     """Start-up is measured with it."""
     code = "import sys, harness; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks").returncode == 0
+
+
+def test_results_have_a_line_for_each_row():
+    rows = [{"name": "a", "losses": [1.5, 2.0], "of": {"b": {"c": [1]}}}, {"name": "d", "losses": []}]
+    results = {"rows": rows, "none": {}, "seconds": {"first": 1.0, "more": {"second": [2]}}}
+    text = harness.format_results(results)
+    assert json.loads(text) == results
+    assert '    {"name": "d", "losses": []}\n' in text
+    assert len(text.splitlines()) == 11
