@@ -32,7 +32,7 @@ from typing import Any
 
 import harness
 
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from stepplan import advice
 
 RECIPES = {

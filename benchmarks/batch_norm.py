@@ -21,7 +21,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from samestep.data import captchas, images
 from samestep.models.networks import CaptchaReader
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step import batch_norm, losses, optim
 
 RESNETS = {

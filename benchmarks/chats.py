@@ -48,7 +48,7 @@ from clock import Stamp
 from harness import Program, peak_memory, running_time, spread, table
 
 from samestep.data import drawn_chats
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 WARM_UP, NUM_STEPS = 2, 4  # steps before the first round, and of each round
 NUM_CHATS, SEED = 800, 0

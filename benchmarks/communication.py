@@ -33,7 +33,8 @@ import harness
 from advise import reaches
 from ramp import SHAPE
 
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
+from samestep.recipe.recipe import Recipe
 
 BATCH, WORKERS, TRACED = 32, 4, 60
 WAYS = {
@@ -49,7 +50,7 @@ WAYS = {
 SMALL = 16
 
 
-def make_recipe(way: str, steps: int) -> recipes.Recipe:
+def make_recipe(way: str, steps: int) -> Recipe:
     """Make the recipe of a way, of so many steps."""
     changes = SHAPE | {"lr_scaling_rule": "none", "global_batch_size": BATCH, "communication": WAYS[way][1]}
     return recipes.load("gpt2_small_cpu", changes | {"max_train_steps": steps, "num_warmup_steps": steps // 10})

@@ -18,7 +18,7 @@ import harness
 import numpy as np
 
 from samestep.data import labelled_texts
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 RECIPE = "finetune_reviews_cpu"
 CUTS = {

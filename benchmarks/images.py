@@ -44,7 +44,7 @@ from workloads import Samples
 from samestep.data import captchas, images
 from samestep.models.networks import CaptchaReader
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 SCRIPTS = {
     "captcha_cpu": "train_captcha.py",

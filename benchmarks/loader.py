@@ -31,7 +31,8 @@ from samestep._internals.libc import stop_malloc_returning_memory
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import StepData, Steps
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 from samestep.step import losses
 
 # Title -> recipe, what differs from it, and steps of a round.

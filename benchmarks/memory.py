@@ -21,7 +21,8 @@ import torch
 import transformers
 
 from samestep.cut.layout import solve_layout
-from samestep.recipe.recipe import TASKS, Recipe, catalog_names, load
+from samestep.recipe.catalog import TASKS, catalog_names, load
+from samestep.recipe.recipe import Recipe
 from stepplan import hardware
 from stepplan.memory import model_from_recipe
 from stepplan.trace import Trace, trace_recipe

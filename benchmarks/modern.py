@@ -44,7 +44,7 @@ TURN = 5.0  # seconds: most steps, of up to a second, are in one turn
 
 def start(recipe: str, seed: int, work: Path, precision: str, threads: int, flags: list[str]) -> Program:
     """Start a recipe's program, stopped until its turn."""
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
 
     script = harness.ROOT / "scripts" / load(recipe).parts.script
     words = [*harness.launch(script, precision, "cpu.yaml", "--quiet"), "--recipe", recipe, "--seed", str(seed)]
@@ -73,7 +73,7 @@ def masked_losses(folders: dict[str, Path], seed: int) -> dict[str, float]:
     from transformers import AutoTokenizer, BertForPreTraining, ModernBertForMaskedLM
 
     from samestep.data import sentence_pairs
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
 
     classic, modern, _ = PAIRS["bert"]
     tokenizers = [AutoTokenizer.from_pretrained(folders[name]).get_vocab() for name in (classic, modern)]

@@ -38,7 +38,7 @@ def torch_update(gradient: torch.Tensor) -> torch.Tensor:
 
 def measure_rounding() -> dict[str, list[float]]:
     from samestep.models.gpt2_pretraining import PretrainingSums
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
     from samestep.step import optim
     from samestep.step.optim.muon import orthogonalize
 
@@ -63,7 +63,7 @@ def measure_rounding() -> dict[str, list[float]]:
 
 def measure_cost(rounds: int) -> dict[str, list[float]]:
     from samestep.models.gpt2_pretraining import PretrainingSums
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
     from samestep.step import optim
     from samestep.step.optim.muon import orthogonalize
 
@@ -83,7 +83,7 @@ def measure_cost(rounds: int) -> dict[str, list[float]]:
 
 
 def plan_cost() -> dict[str, float]:
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
     from stepplan.hardware import parse
     from stepplan.placement import place
     from stepplan.workload import from_recipe

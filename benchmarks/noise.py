@@ -30,7 +30,7 @@ import torch
 
 from samestep._internals.libc import stop_malloc_returning_memory
 from samestep.models.bert_pretraining import PretrainingSums
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step import noise
 
 LIMIT = 4.5

@@ -40,7 +40,7 @@ from samestep.data.steps import StepData, Steps
 from samestep.models import bert_pretraining, gpt2_pretraining
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import batch_size
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.step import losses
 from samestep.step.noise_scale import NoiseMeter

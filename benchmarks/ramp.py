@@ -29,7 +29,8 @@ from typing import Any
 import harness
 from advise import reaches, train
 
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
+from samestep.recipe.recipe import Recipe
 
 BATCH, LARGEST, SAMPLES = 16, 64, 9_600
 SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 4, "block_size": 64, "n_positions": 64, "vocab_size": 2048}
@@ -46,7 +47,7 @@ TINY = SHAPE | {
 }
 
 
-def make_recipes() -> dict[str, recipes.Recipe]:
+def make_recipes() -> dict[str, Recipe]:
     """Make the recipes of the ways; all but the stages have as many samples, and of warm-up, too."""
     from samestep.recipe.step_plan import plan_steps
 

@@ -51,7 +51,8 @@ from shakespeare import NANOGPT_FLAGS, prepare_nanogpt
 
 from samestep.data.documents import load_documents
 from samestep.models import pretrained as models
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 
 WARM_UP, WHOLE_STEPS, WINDOW = 5, 3, 20
 # Title -> file in peers/ and its last arguments.

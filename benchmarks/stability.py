@@ -33,7 +33,8 @@ from typing import Any
 
 import harness
 
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 
 FLIPPED = harness.ROOT / "benchmarks" / "flipped.py"
 PARTED = 0.01  # relative difference of a step's loss at which two curves have parted

@@ -19,7 +19,7 @@ from harness import table
 from language_models import compare_scaling, summarize, term_shares
 
 from samestep.cut.layout import solve_layout
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan import hardware, memory, timing, transformer
 from stepplan.timing import CALIBRATION, Calibration, Software, StepTime, Work
 

@@ -25,7 +25,8 @@ import stepaudit
 from samestep import cli
 from samestep._internals.library_output import quiet_libraries
 from samestep.errors import exit_code
-from samestep.recipe.recipe import TASKS, Recipe
+from samestep.recipe.catalog import TASKS
+from samestep.recipe.recipe import Recipe
 from stepplan.hardware import load_device, names_by_memory
 
 DOCS = Path(__file__).resolve().parent

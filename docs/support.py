@@ -15,9 +15,9 @@ from harness import table
 
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
+from samestep.recipe.catalog import TASKS, catalog_names, load
 from samestep.recipe.communication import parse as parse_communication
 from samestep.recipe.launches import find_refusal
-from samestep.recipe.recipe import TASKS, catalog_names, load
 from stepplan.hardware import parse
 from stepplan.methods import METHODS
 from stepplan.placement import Placement, place

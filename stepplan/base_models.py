@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, parse_json, read_json
-from samestep.recipe.recipe import CausalLmFineTuning, Recipe, catalog_names, load
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan import configs
 from stepplan.decoder import Latent, Shape
 

@@ -9,18 +9,16 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.recipe.recipe import (
-    TASKS,
-    BertPretraining,
-    CaptchaRecognition,
-    CausalLmFineTuning,
-    CausalLmPretraining,
-    Gpt2Pretraining,
-    ImageClassification,
-    ModernBertPretraining,
-    Recipe,
-    TextClassification,
-)
+from samestep.recipe.catalog import TASKS
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.tasks.bert_pretraining import BertPretraining
+from samestep.recipe.tasks.captcha_recognition import CaptchaRecognition
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
+from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
+from samestep.recipe.tasks.image_classification import ImageClassification
+from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
+from samestep.recipe.tasks.text_classification import TextClassification
 from stepplan import base_models, convnet, transformer
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder, Tuning
@@ -48,7 +46,7 @@ def model_from_recipe(recipe: Recipe) -> Model:
     Raises:
         UsageError: a task without a formula.
 
-    >>> from samestep.recipe.recipe import load
+    >>> from samestep.recipe.catalog import load
     >>> [model_from_recipe(load(name)).num_parameters for name in ("gpt2_xl_8xa100", "bert_large_phase1", "resnet50_1xv100")]
     [1557611200, 336226108, 25557032]
     >>> [round(model_from_recipe(load(name)).flops_per_sample / 1024 / 1e9, 3) for name in ("gpt2_124m", "gpt2_xl_8xa100")]
@@ -232,7 +230,7 @@ def planned_memory(
             processes, or offloading of weights that are not divided.
 
     >>> from samestep.cut.layout import solve_layout
-    >>> from samestep.recipe.recipe import load
+    >>> from samestep.recipe.catalog import load
     >>> layout = solve_layout(num_processes=8, global_batch_size=512, per_device_train_batch_size=4)
     >>> memory = planned_memory(model_from_recipe(load("gpt2_xl_8xa100")), layout, mixed_precision="bf16")
     >>> {name: round(num_bytes / 1e9, 1) for name, num_bytes in memory.items.items()}  # doctest: +NORMALIZE_WHITESPACE

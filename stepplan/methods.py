@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import CausalLmFineTuning, load, overlay
+from samestep.recipe.catalog import load, overlay
 from samestep.recipe.settings import build
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan.base_models import read_table, shape_from_config
 from stepplan.decoder import Shape
 from stepplan.growth import find_hardware

@@ -159,7 +159,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     """Count the work for a whole sample of a model.
 
     >>> from stepplan.memory import model_from_recipe
-    >>> from samestep.recipe.recipe import load
+    >>> from samestep.recipe.catalog import load
     >>> work = count_work(model_from_recipe(load("gpt2_124m")), "bf16")
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)

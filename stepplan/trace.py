@@ -26,9 +26,10 @@ from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode,
 from samestep.errors import UsageError
 from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.recipe import CausalLmFineTuning, Recipe
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import optim
 from samestep.step.noise import noise_by_sample
 from stepplan import base_models
@@ -264,7 +265,7 @@ def trace_recipe(
     Raises:
         UsageError: gradient_checkpointing of a model that cannot recompute its activations.
 
-    >>> from samestep.recipe.recipe import load
+    >>> from samestep.recipe.catalog import load
     >>> trace = trace_recipe(load("gpt2_xl_8xa100"), 4, mixed_precision="bf16")
     >>> print(f"{trace.num_parameters:,} parameters, {trace.peak / 1e9:.1f} GB")
     1,557,611,200 parameters, 40.5 GB

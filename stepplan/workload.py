@@ -9,9 +9,10 @@ from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.recipe.communication import Communication, count_kept_bytes
 from samestep.recipe.launches import Refusal, find_refusal
-from samestep.recipe.recipe import ImageRecipe, Recipe
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.schedule import Schedule
 from samestep.recipe.step_plan import GrowingSchedule, plan_steps
+from samestep.recipe.tasks.images import ImageRecipe
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder
 from stepplan.memory import (

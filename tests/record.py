@@ -173,7 +173,7 @@ def describe(run: Path) -> dict:
 def record_words(server: Server, folder: Path, only: str) -> dict[str, str]:
     """Return what commands print: NAME -> text."""
     from samestep.cli.commands import COMMANDS
-    from samestep.recipe.recipe import catalog_names, load
+    from samestep.recipe.catalog import catalog_names, load
 
     calls = {"samestep --help": ["samestep", "--help"], "list": ["samestep", "list"]}
     calls |= {f"{command} --help": ["samestep", command, "--help"] for command in COMMANDS}
@@ -192,7 +192,7 @@ def record_words(server: Server, folder: Path, only: str) -> dict[str, str]:
 
 def record_fingerprints() -> dict[str, str]:
     """Return the fingerprint of each recipe of the catalog."""
-    from samestep.recipe.recipe import catalog_names, load
+    from samestep.recipe.catalog import catalog_names, load
 
     return {name: load(name).fingerprint for name in catalog_names()}
 

@@ -14,7 +14,7 @@ from samestep.contrib.folding import Folding
 from samestep.cut.layout import solve_layout
 from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step.optim import AccumulatingSGD
 from samestep.training.checkpoint import read
 from stepplan.memory import model_from_recipe

@@ -8,8 +8,8 @@ import pytest
 
 from samestep import cli
 from samestep.errors import exit_code
+from samestep.recipe import catalog as recipes
 from samestep.recipe import ramp, step_plan
-from samestep.recipe import recipe as recipes
 from samestep.recipe.batch_size import Measurement
 
 EVEN = (1.0, 9.0, 0.1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from samestep.cut.order import Order
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.recipe.step_plan import plan_steps
 from stepplan.hardware import parse as parse_hardware
 from stepplan.placement import place

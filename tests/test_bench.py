@@ -19,7 +19,7 @@ from samestep.data.ragged import make_micro_batch
 from samestep.data.steps import Steps
 from samestep.models import bert_pretraining, causal_lm, text_classification
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.training import launch, report
 
 

@@ -26,7 +26,8 @@ from samestep.data import captchas
 from samestep.data.captchas import Captcha, Captchas, build, draw_captcha
 from samestep.data.steps import Steps
 from samestep.errors import RunError, UsageError
-from samestep.recipe.recipe import CaptchaRecognition, load
+from samestep.recipe.catalog import load
+from samestep.recipe.tasks.captcha_recognition import CaptchaRecognition
 
 SMALL = {
     "image_height": 30,

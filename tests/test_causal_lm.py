@@ -19,7 +19,7 @@ from samestep.data import ragged
 from samestep.errors import UsageError
 from samestep.models import adapters, packing, quantization, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe.run_settings import RunSettings
 from samestep.step import losses, preferences
 from samestep.step.noise import Dropout, noise_by_sample

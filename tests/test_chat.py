@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from samestep.cli import chat as module
 from samestep.cli.chat import INTERRUPTED, chat
 from samestep.errors import UsageError
-from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 
 NO_SHAPE = " ".join(f"--{name} none" for name in ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE))
 NO_DRAWN = " ".join(f"--{name} none" for name in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))

@@ -32,7 +32,7 @@ from waiting import PATIENCE, until
 
 from samestep.errors import RunError, UsageError, exit_code
 from samestep.models import networks, resnet
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings as run
 from samestep.recipe.run_settings import RunSettings
 from samestep.training import checkpoint, launch, report

@@ -14,9 +14,9 @@ from samestep.contrib.communication.compression import PowerSgd, TopK
 from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
+from samestep.recipe.catalog import load
 from samestep.recipe.communication import count_sent_bytes, parse
 from samestep.recipe.launches import find_refusal
-from samestep.recipe.recipe import load
 from samestep.training.checkpoint import checkpoints, read
 
 KINDS = {

@@ -22,7 +22,7 @@ from samestep.data import chat_templates, conversation_page, conversations, doct
 from samestep.data.conversations import build
 from samestep.data.steps import Steps
 from samestep.errors import UsageError, exit_code
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -10,7 +10,8 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from samestep.models.networks import CaptchaReader
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
-from samestep.recipe.recipe import ImageRecipe, catalog_names, load
+from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.tasks.images import ImageRecipe
 from stepplan.convnet import ConvNet
 from stepplan.memory import model_from_recipe
 

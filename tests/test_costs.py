@@ -5,7 +5,7 @@ import datetime
 
 import pytest
 
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.recipe.run_settings import RunSettings
 from stepplan.answer import describe_placement
 from stepplan.costs import RESTART_SECONDS, Terms, describe_costs

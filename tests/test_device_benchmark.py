@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan import timing
 from stepplan.hardware import Hardware, load_device, parse
 from stepplan.placement import place

@@ -13,7 +13,7 @@ from common import ROOT, fresh_accelerator, load_docs_program
 import samestep
 import stepaudit as audit
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import TASKS
+from samestep.recipe.catalog import TASKS
 from stepaudit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from samestep.data import documents, tables
 from samestep.data.documents import load_documents, split_documents, split_sentences
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load as load_recipe
+from samestep.recipe.catalog import load as load_recipe
 
 # Commas, quotes, line ends inside, a line separator that is no line end, letters beyond ASCII, spaces at both ends.
 TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀 \u2028 kept. ", "x" * 200_000]

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan import engines
 from stepplan.cli.launch import launch
 from stepplan.hardware import parse

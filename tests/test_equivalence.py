@@ -16,7 +16,7 @@ from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.models import bert_pretraining, gpt2_pretraining
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import TASKS, load
+from samestep.recipe.catalog import TASKS, load
 from samestep.step import accumulate, losses, optim
 from samestep.step.noise import noise_by_sample
 from samestep.training import run as training_run

@@ -19,7 +19,8 @@ from samestep.errors import UsageError
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe import pretrained_shape
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning, load
+from samestep.recipe.catalog import load
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 from samestep.training import generation
 from samestep.training import run as run_module
 from samestep.training.checkpoint import read

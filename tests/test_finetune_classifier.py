@@ -18,7 +18,7 @@ from samestep.data import labelled_texts
 from samestep.errors import UsageError
 from samestep.models import text_classification
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step import optim
 from samestep.training.evaluation import find_best
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan.growth import grow, make_remarks
 from stepplan.hardware import device_names, load_device
 from stepplan.workload import from_recipe

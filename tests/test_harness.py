@@ -14,7 +14,7 @@ import torch
 from common import ROOT, load_benchmark
 from waiting import until
 
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 harness = load_benchmark("harness")
 RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))

@@ -24,7 +24,8 @@ from samestep.data import images
 from samestep.data.images import _centre_box, _random_box, _shift
 from samestep.data.steps import Steps
 from samestep.errors import RunError, UsageError
-from samestep.recipe.recipe import ImageClassification, load
+from samestep.recipe.catalog import load
+from samestep.recipe.tasks.image_classification import ImageClassification
 
 PLAIN = {"image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}  # pixel values stay in [0, 1]
 CHANGES = {"image_height": 16, "image_width": 16, "num_labels": 2, "augmentation": "none", "validation_fraction": 0.0}

@@ -11,7 +11,7 @@ from common import DROPOUT, TINIES, all_metrics, fresh_accelerator, metrics, sam
 from compare import parameters, relative
 from torch import nn
 
-from samestep.recipe.recipe import TASKS, load
+from samestep.recipe.catalog import TASKS, load
 from samestep.training import capacity, kernels, launch
 
 PROGRAMS = [*TINIES]

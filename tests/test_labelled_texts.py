@@ -12,7 +12,7 @@ import pytest
 from samestep.data import labelled_texts
 from samestep.data.labelled_texts import Columns, find_classes, load_texts
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 ROWS = [("good, I say", "yes", "b"), ('a "bad" one', "no", "a"), ("so so", "maybe", "b"), ("fine", "or not", "a")] * 8
 

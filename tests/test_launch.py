@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError, exit_code
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.training import launch
 from stepplan.hardware import parse
 from stepplan.placement import place

@@ -17,7 +17,8 @@ from samestep import cli as program
 from samestep.cli.commands import COMMANDS
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import Gpt2Pretraining, catalog_names, load
+from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
 from stepplan.cli.model import ModelSettings
 from stepplan.cli.plan import PlanSettings
 from stepplan.cli.scale import ScaleSettings

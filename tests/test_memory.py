@@ -19,7 +19,9 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.recipe.recipe import Recipe, TextPretraining, catalog_names, load
+from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.tasks.text_pretraining import TextPretraining
 from samestep.step import losses
 from stepplan import base_models, decoder, transformer
 from stepplan.memory import Memory, model_from_recipe, planned_memory

@@ -17,7 +17,7 @@ from samestep.errors import UsageError
 from samestep.models import causal_lm_pretraining, modernbert_pretraining
 from samestep.models.attention import KERNELS
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step.losses import IGNORED
 
 TINY = "--hidden_size 32 --num_hidden_layers 2 --initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 "

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim import Muon, muon
 from samestep.step.optim.muon import orthogonalize

@@ -6,7 +6,7 @@ from torch import nn
 
 from samestep.models import networks
 from samestep.models.networks import CaptchaReader, GroupNorm, lay_out
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 SMALL = {"num_train_samples": 16, "conv_channels": [4, 8, 8, 8], "hidden_size": 16}
 

@@ -5,7 +5,7 @@ import torch
 from cases import keep
 from torch import nn
 
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, adamw, from_recipe, sgd
 

@@ -11,7 +11,7 @@ from common import ROOT
 from samestep.errors import UsageError
 from samestep.recipe import other_names
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import TASKS, load
+from samestep.recipe.catalog import TASKS, load
 from stepplan.cli.plan import PlanSettings
 
 FLAGS = {

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UsageError
-from samestep.recipe import reading, recipe, run_settings
+from samestep.recipe import catalog as recipe
+from samestep.recipe import reading, run_settings
 from samestep.recipe.extras import DEPENDENCIES, EXTRAS, optional, require
 
 ROOT = Path(__file__).parents[1]

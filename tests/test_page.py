@@ -23,7 +23,7 @@ from jinja2 import UndefinedError
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
 from samestep.pages import TEMPLATES, format_date
-from samestep.recipe.recipe import CATALOG
+from samestep.recipe.catalog import CATALOG
 from stepplan.answer import describe_fits
 from stepplan.cli.plan import plan
 from stepplan.cli.scale import scale

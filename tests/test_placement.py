@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samestep import cli as program
 from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan.base_models import find_base_model, shape_from_config
 from stepplan.decoder import Decoder
 from stepplan.hardware import device_names, parse

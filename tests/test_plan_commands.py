@@ -17,7 +17,7 @@ from common import tasks_of
 from samestep import cli
 from samestep.errors import exit_code
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan.answer import COMPARED, SPEED_BAND
 from stepplan.base_models import find_base_model
 from stepplan.hardware import parse

@@ -185,7 +185,7 @@ def test_a_kernel_with_its_own_noise_is_named(train, capsys):
 
 
 def test_the_published_sizes_on_the_meta_device(scripts):
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
 
     sizes = {
         "gpt2_124m": 124_439_808,

@@ -8,9 +8,9 @@ from transformers import BertConfig, GPT2Config, ResNetConfig, RobertaConfig
 
 from samestep import cli
 from samestep.errors import UsageError
+from samestep.recipe.catalog import TEXTS
+from samestep.recipe.catalog import load as load_recipe
 from samestep.recipe.pretrained_shape import SHAPES, load
-from samestep.recipe.recipe import TEXTS
-from samestep.recipe.recipe import load as load_recipe
 
 CASES = {
     "bert_base": BertConfig(

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep.errors import UsageError, exit_code
 from samestep.models import attention, gpt2_pretraining
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step import accumulate, batch_norm, losses
 from samestep.training import launch
 from stepplan import transformer

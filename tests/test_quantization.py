@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from samestep.errors import UsageError
 from samestep.models.causal_lm import CausalLmSums
 from samestep.models.quantization import Nf4Linear, dequantize_base, quantize_base
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step.optim import AdamW8bit
 from samestep.training import checkpoint
 

@@ -8,10 +8,12 @@ import yaml
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import BertPretraining, Gpt2Pretraining, catalog_names, load
+from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.settings import Parser
+from samestep.recipe.tasks.bert_pretraining import BertPretraining
+from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
 
 
 def parse(flags: str):

@@ -17,7 +17,8 @@ from samestep.errors import UsageError
 from samestep.models import small_model
 from samestep.recipe import rehearsal
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning, catalog_names, load
+from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 from samestep.training import host_memory
 
 

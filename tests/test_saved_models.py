@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from samestep.errors import UsageError
 from samestep.models import adapters, stop_tokens
-from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 from samestep.training import checkpoint
 
 PROGRAM = "finetune_causal_lm"

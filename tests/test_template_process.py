@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from samestep.data import chat_templates, template_process
 from samestep.data.template_process import PROCESS, Part, Request, TemplateLimitError, TemplateRefusal
 from samestep.errors import UsageError
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 
 TURNS = [
     {"role": "system", "content": "Sé amable \ud800"},

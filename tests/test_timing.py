@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan import timing
 from stepplan.hardware import Hardware, device_names, load_device, parse
 from stepplan.memory import model_from_recipe

@@ -9,7 +9,7 @@ from datasets import Dataset
 from samestep.data import labelled_texts, sentence_pairs, token_blocks
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe, train_characters, train_wordpiece
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Déjà vu: the same words, twice over." * 9]
 

@@ -8,7 +8,7 @@ import pytest
 from common import ROOT, fresh_accelerator, metrics
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import TASKS
+from samestep.recipe.catalog import TASKS
 
 FOLDER = ROOT / "tests" / "toy_task"
 RECIPE = str(FOLDER / "curve.yaml")

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep._internals import transformers_models
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 from samestep.step import optim
 from stepplan import trace
 from stepplan.base_models import find_base_model

@@ -17,7 +17,7 @@ from samestep.data import captchas, images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 
 PROGRAMS = ["train_image_classifier", "train_captcha"]
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"

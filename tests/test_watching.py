@@ -13,7 +13,7 @@ from huggingface_hub import RepoUrl
 from transformers import AutoTokenizer, pipeline
 
 from samestep.recipe import run_settings
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.training import card, plots, report
 from samestep.training import run as running
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from stepplan import base_models, decoder, timing
 from stepplan.configs import model_from_config
 from stepplan.hardware import parse

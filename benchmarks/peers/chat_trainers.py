@@ -28,7 +28,8 @@ from clock import Clock
 
 from samestep.cut.order import Order
 from samestep.models import adapters, causal_lm
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 from samestep.step.losses import IGNORED
 
 ROWS, TOKENIZER = "rows", "tokenizer"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from samestep.models import causal_lm
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step.losses import IGNORED
 
 

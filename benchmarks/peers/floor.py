@@ -15,7 +15,8 @@ from clock import Clock
 from ours import count_real
 
 from samestep.data.steps import StepData, Steps
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 from samestep.step import losses
 from samestep.training import launch
 

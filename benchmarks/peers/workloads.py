@@ -30,7 +30,8 @@ from transformers import (
     default_data_collator,
 )
 
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 
 
 @dataclass

@@ -100,7 +100,7 @@ def measure(work: Work) -> dict[str, float | None]:
 
     from proof import speed
     from proof.speed_cases import Step
-    from samestep.recipe.recipe import load
+    from samestep.recipe.catalog import load
     from samestep.step import optim
     from samestep.training import launch
 

@@ -58,7 +58,8 @@ from proof.speed_cases import (
 from proof.tasks import ROOT, Task, free, line, verdict
 from samestep.data.steps import to_device
 from samestep.errors import RunError
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 from samestep.step import accumulate, batch_norm, losses, optim
 from stepplan import hardware, transformer
 

@@ -16,7 +16,8 @@ import torch
 from samestep.cut.partition import partition
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 from samestep.step import batch_norm
 from stepplan import convnet, transformer
 

@@ -7,7 +7,7 @@ from samestep.cli.commands import make_parser
 from samestep.cli.flags import read_recipe, split_words, write_file
 from samestep.errors import UsageError
 from samestep.printing import fold
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name, format_value
 from samestep.recipe.settings import choice, limit, program_name, setting

@@ -9,11 +9,12 @@ from typing import Any
 
 from samestep.cli.commands import COMMANDS, make_parser
 from samestep.errors import UsageError
+from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
-from samestep.recipe import recipe as recipes
 from samestep.recipe.reading import MAX_YAML_BYTES, format_name, parse_yaml
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import POSITIVE, Parser, build, drop_flags, program_name, setting
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def read_recipe(
     objects = build_each(flags, classes)
     changes = {key: value for key, value in flags.items() if key in recipe_fields}
     data = objects[1] if len(objects) > 1 else DataSettings()
-    if isinstance(recipe, recipes.CausalLmFineTuning) and recipe.num_train_samples is None:
+    if isinstance(recipe, CausalLmFineTuning) and recipe.num_train_samples is None:
         # Only drawn data have it as a field: of others it is what nobody has counted yet
         data = DataSettings(num_train_samples=changes.pop("num_train_samples", None))
     return pretrained_shape.load(name, changes), objects[0], data, changes

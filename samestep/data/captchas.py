@@ -37,7 +37,7 @@ from samestep.cut.order import sample_rng
 from samestep.data.pixels import pixel_values
 from samestep.errors import RunError, UsageError
 from samestep.recipe.extras import optional, require
-from samestep.recipe.recipe import CaptchaRecognition
+from samestep.recipe.tasks.captcha_recognition import CaptchaRecognition
 
 datasets, PIL = optional("datasets"), optional("PIL")
 

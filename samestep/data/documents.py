@@ -25,7 +25,7 @@ from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, re
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault, open_without_waiting
-from samestep.recipe.recipe import TextPretraining
+from samestep.recipe.tasks.text_pretraining import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
 compute, parquet = optional("pyarrow.compute"), optional("pyarrow.parquet")

@@ -34,7 +34,7 @@ from samestep.data.row_report import Problem, RowReport
 from samestep.errors import RunError, UsageError, is_utf8
 from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault, read_text
-from samestep.recipe.recipe import ImageClassification
+from samestep.recipe.tasks.image_classification import ImageClassification
 
 if TYPE_CHECKING:
     import datasets

@@ -30,7 +30,7 @@ from samestep.data.row_report import BadRow
 from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
-from samestep.recipe.recipe import TextClassification
+from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step.losses import IGNORED
 
 datasets, pa, parquet = optional("datasets"), optional("pyarrow"), optional("pyarrow.parquet")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from samestep.data.documents import list_names, shorten
 from samestep.data.row_report import write_unused
 from samestep.errors import UsageError, is_utf8, nearest, reason
-from samestep.recipe.recipe import COLUMNS, UNUSED
+from samestep.recipe.tasks.causal_lm_finetuning import COLUMNS, UNUSED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_NAMES = {role: role for role in ROLES} | {

@@ -30,7 +30,8 @@ from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenize
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
-from samestep.recipe.recipe import BertPretraining, ModernBertPretraining
+from samestep.recipe.tasks.bert_pretraining import BertPretraining
+from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
 from samestep.step.losses import IGNORED
 
 if TYPE_CHECKING:

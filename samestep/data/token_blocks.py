@@ -32,7 +32,8 @@ from samestep.data.tokenizer import (
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
-from samestep.recipe.recipe import CausalLmPretraining, CausalPretraining
+from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
+from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
 datasets = optional("datasets")
 if TYPE_CHECKING:

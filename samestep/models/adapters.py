@@ -17,7 +17,7 @@ from samestep.models.pretrained import save_pretrained
 from samestep.recipe import extras
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import format_name
-from samestep.recipe.recipe import CausalLmFineTuning
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 
 ALL_LINEAR = "all-linear"
 FIELDS = {

@@ -7,8 +7,8 @@ import torch
 from samestep.models import networks
 from samestep.models.networks import CaptchaReader
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.recipe import CaptchaRecognition
 from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.tasks.captcha_recognition import CaptchaRecognition
 from samestep.step import losses
 
 

@@ -33,8 +33,8 @@ from samestep.models import adapters, cpu_matmul, packing, quantization, sequenc
 from samestep.models.pretrained import causal_attention, initial_model, save_pretrained
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.recipe import CausalLmFineTuning
 from samestep.recipe.run_settings import CausalLmFineTuningSettings, LanguageModelSettings
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import losses, noise, preferences
 
 SHAPE = (

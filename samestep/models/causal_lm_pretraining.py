@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from samestep.errors import UsageError, reason
 from samestep.models import row_norms
 from samestep.models.causal_lm import CausalLmSums, choose_config
-from samestep.recipe.recipe import CausalLmPretraining
+from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
 
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2")
 """Names of the last matrices of attention and of feed-forward layers in transformers."""

@@ -20,8 +20,8 @@ from samestep.data.sentence_pairs import OF_PAIRS
 from samestep.models import attention, cpu_matmul
 from samestep.models.attention import BY_LENGTH, KERNELS, from_tables, make_parts, to_tables
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.recipe import ModernBertPretraining
 from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
 from samestep.step import losses
 
 PREFIX = "unpadded_window_"

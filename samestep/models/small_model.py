@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from samestep.errors import UsageError, reason
 from samestep.models import adapters
-from samestep.recipe.recipe import CausalLmFineTuning
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")

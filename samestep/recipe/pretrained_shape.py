@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 
 SHAPES: dict[str, dict[str, Any]] = {
     "bert": {
@@ -105,7 +106,7 @@ def load(
     if config is None:
         return recipe
     location = f"model_name_or_path {format_name(path)}"
-    if isinstance(recipe, recipes.CausalLmFineTuning):  # of any architecture, whose shape the recipe does not have
+    if isinstance(recipe, CausalLmFineTuning):  # of any architecture, whose shape the recipe does not have
         num_positions = config.get("max_position_embeddings", config.get("n_positions"))
         if isinstance(num_positions, int) and recipe.max_seq_length > num_positions:
             raise UsageError(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
 from samestep.recipe.recipe import Recipe

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 from samestep import interrupt
 from samestep.errors import UsageError, exit_code, will_be_restarted
+from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape, rehearsal
-from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_value
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import (
     BATCH,
     LENGTH,
@@ -424,7 +425,7 @@ def parse(
     find_config: pretrained_shape.FindConfig = pretrained_shape.read_local_config,
     say: Callable[[str], object] = lambda text: None,
     trains_here: bool = True,
-) -> tuple[recipes.Recipe, Any]:
+) -> tuple[Recipe, Any]:
     """Read the recipe and the run settings from the flags in `argv`.
 
     Args:
@@ -516,7 +517,7 @@ def _require_packages(task: str, run: Any) -> None:
         raise UsageError(f"report_to is {run.report_to}, which is not installed: pip install {run.report_to}")
 
 
-def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
+def _find_what_has_no_noise_scale(recipe: Recipe) -> str:
     """Say why the noise of this recipe's gradient cannot be measured; empty if it can."""
     if recipe.global_batch_size == 1:
         return "a global batch of one sample says nothing of its noise: leave it out, or set global_batch_size to 2 or more"
@@ -648,7 +649,7 @@ def answer_early(argv: Sequence[str], task: str | Sequence[str], description: st
         sys.exit(exit_code(lambda: rehearsal.rehearse(argv, recipe, small, run.output_dir if is_named else None)))
 
 
-def _load_help_recipe(argv: Sequence[str], task: str) -> recipes.Recipe | None:
+def _load_help_recipe(argv: Sequence[str], task: str) -> Recipe | None:
     """Load the recipe whose values `--help` shows; None: no recipe in the flags, or no help asked for."""
     name = _find_recipe(argv)
     if name is None or not {"-h", "--help"} & set(argv):

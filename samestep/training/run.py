@@ -38,9 +38,10 @@ from samestep.recipe.batch_schedule import parse
 from samestep.recipe.batch_size import Measurement
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.ramp import NoiseFollower
-from samestep.recipe.recipe import CausalLmFineTuning, Recipe
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import drop_flags
 from samestep.recipe.step_plan import describe_sizes, plan_steps
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report

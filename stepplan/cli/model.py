@@ -10,11 +10,11 @@ from samestep.cli.flags import build_each, make_subject_parser
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
 from samestep.recipe import pretrained_shape
-from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES
 from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan.base_models import find_config, is_decoder, shape_from_config
 from stepplan.configs import IMAGE, has_formula, model_from_config
 from stepplan.methods import STARTING_RECIPE
@@ -164,7 +164,7 @@ def make_workload(
         workload = dataclasses.replace(workload, hint=hint)
     if script_words:
         workload = dataclasses.replace(
-            workload, script=recipes.CausalLmFineTuning.parts.script, script_words=tuple(script_words)
+            workload, script=CausalLmFineTuning.parts.script, script_words=tuple(script_words)
         )
     return workload
 

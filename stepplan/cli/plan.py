@@ -15,11 +15,12 @@ import yaml
 from samestep.cli.flags import read_recipe, retype, write_file
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
+from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
-from samestep.recipe import recipe as recipes
 from samestep.recipe.reading import format_name
-from samestep.recipe.recipe import Recipe, TextPretraining
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
+from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
 from stepplan.cli.model import import_trace
 from stepplan.cli.scale import DEFAULT_MAX_DEVICES

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from verdicts import Claim, Experiment, column, near, rounds, so, within
 
 from samestep.cut import layout as plan
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step.optim import AccumulatingSGD, accumulating
 from stepplan import hardware, memory, placement, timing, trace
 from stepplan.workload import from_recipe

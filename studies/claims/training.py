@@ -18,7 +18,7 @@ from samestep.cut.order import Order
 from samestep.data import images, sentence_pairs
 from samestep.models.attention import last_hidden_at, unpad
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
-from samestep.recipe.recipe import load
+from samestep.recipe.catalog import load
 from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD
 
 Result = dict[str, Any]

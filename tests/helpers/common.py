@@ -13,7 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from samestep.recipe.recipe import TASKS, catalog_names, load
+from samestep.recipe.catalog import TASKS, catalog_names, load
 
 ROOT = Path(__file__).parents[2]
 PLANNED = [name for name in catalog_names() if load(name).parts.shape is not None]

@@ -37,8 +37,8 @@ from samestep.data import (
     tokenizer,
 )
 from samestep.errors import UsageError, exit_code
+from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
-from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 from samestep.training import capacity, checkpoint
 from stepplan.base_models import FIELDS

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from samestep.cli import main
 from samestep.errors import UsageError
-from samestep.recipe import recipe as recipes
+from samestep.recipe import catalog as recipes
 from samestep.recipe.batch_schedule import parse
 from samestep.recipe.ramp import NoiseFollower
 from samestep.step.exact_sum import ExactSum

@@ -6,7 +6,8 @@ import tokenizers
 import torch
 import transformers
 
-from samestep.recipe.recipe import Recipe, load
+from samestep.recipe.catalog import load
+from samestep.recipe.recipe import Recipe
 
 TEXT = {"vocab_size": 300, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 BERT = TEXT | {"hidden_size": 32, "intermediate_size": 48}

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import Recipe, TextClassification
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import Hyperparameters
+from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
 from samestep.step.optim.eight_bit import AdamW8bit
 from samestep.step.optim.folding import Accumulating

@@ -1,0 +1,175 @@
+"""The catalog of recipes: reads one by its name or from a file, with changes, and knows all tasks."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError, nearest
+from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
+from samestep.recipe.recipe import ALTERNATIVES, TASKS, Recipe
+from samestep.recipe.settings import build
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
+from samestep.recipe.tasks.decoder import SHAPE
+
+__all__ = [
+    "CATALOG",
+    "DATA",
+    "HELD_OUT",
+    "MODEL",
+    "SOURCES",
+    "TASKS",
+    "TEXTS",
+    "catalog_names",
+    "find_task",
+    "load",
+    "overlay",
+]
+
+CATALOG = shipped_folder("catalog")
+SOURCES = ALTERNATIVES[-1]
+PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name", "mixture_weights")
+"""Fields that name a part of `dataset_name`, or weigh it; another source has no such part, or weight."""
+HELD_OUT = ("validation_file", "validation_dir")
+"""Fields that name held-out data of the same kind as the training data."""
+DATA = ("train_file", "train_dir", "dataset_name", "dataset_config_name")
+MODEL = ("model_name_or_path", "architecture", "lora_rank", "base_quantization", "objective")
+"""Fields that a description names."""
+TEXTS = ("name", "description", "source", "expect")
+"""Fields that speak of all others: they are not true of a recipe whose values were changed."""
+
+
+def catalog_names() -> list[str]:
+    """List the names of the recipes that ship with the package."""
+    return sorted(path.stem for path in CATALOG.glob("*.yaml"))
+
+
+def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay `changes` over `values`; a value for one of several alternatives clears the others.
+
+    Other training data clears the fields that name parts of the old data: the configuration and the held-out split of another
+    dataset; for data of another kind, files instead of a dataset, also the held-out data, and how documents are told apart.
+    Weights to start from clear the shape of a causal language model, which they decide.
+
+    >>> overlay({"max_train_steps": 10, "num_train_epochs": None}, {"num_train_epochs": 2})
+    {'max_train_steps': None, 'num_train_epochs': 2}
+    >>> overlay({"dataset_name": "wiki", "dataset_config_name": "en", "train_file": None}, {"train_file": ["a.txt"]})
+    {'dataset_name': None, 'dataset_config_name': None, 'train_file': ['a.txt']}
+    """
+    merged = dict(values)
+    for name in SOURCES:
+        if changes.get(name) is not None and changes[name] != values.get(name):
+            is_other_kind = values.get(name) is None and any(values.get(source) is not None for source in SOURCES)
+            cleared = PARTS_OF_A_DATASET + (HELD_OUT if is_other_kind else ())
+            cleared += DRAWN_SIZES if find_drawn(values.get("dataset_name")) and not find_drawn(changes[name]) else ()
+            merged.update({field: None for field in cleared if field in merged})
+            if is_other_kind and "txt_documents" in merged:
+                merged["txt_documents"] = "auto"
+    if changes.get("model_name_or_path") is not None and "architecture" in merged:
+        merged |= dict.fromkeys((*SHAPE, "architecture", "vocab_size"))
+    for group in ALTERNATIVES:
+        if any(changes.get(name) is not None for name in group):
+            merged.update({name: None for name in group if name in merged})
+    return merged | dict(changes)
+
+
+def _change(values: Mapping[str, Any], changes: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Lay `changes` over the values of a recipe, and say in its `source` and `expect` that they are no longer the recipe's.
+
+    A description of other data, or of another model, is left empty, for `load` to write.
+    """
+    merged = overlay(values, changes)
+    names = [name for name in changes if name not in TEXTS and not _is_same(merged[name], values.get(name))]
+    if names:
+        texts = {"source": f"{origin}, but for {', '.join(names)}", "expect": "not measured with these values"}
+        if any(name in DATA or name in MODEL for name in names):
+            texts["description"] = ""
+        merged |= {name: text for name, text in texts.items() if name not in changes}
+    return merged
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Tell whether two values of a field, from a file or a flag, are the same.
+
+    >>> _is_same(("a",), ["a"]), _is_same("1e-3", 0.001), _is_same(None, "a")
+    (True, True, False)
+    """
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    try:
+        return float(a) == float(b)
+    except (TypeError, ValueError, OverflowError):
+        return bool(a == b)
+
+
+def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: str | None = None) -> Recipe:
+    """Load a recipe from the catalog or from a YAML file, strictly.
+
+    Args:
+        name_or_file: a catalog name ("bert_base") or a path to a .yaml file. A file may begin with `extends: NAME_OR_FILE`
+            and then hold only what differs.
+        changes: field -> value, laid over the file's (flags).
+        task: refuse a recipe of another task.
+
+    Raises:
+        UsageError: unknown recipe, unreadable file, or any broken rule, all problems in one error.
+    """
+    values = _read(name_or_file, ancestors=())
+    kind = values.get("task")
+    if not isinstance(kind, str) or kind not in TASKS:
+        raise UsageError(
+            f"recipe {format_name(name_or_file)}: task is {format_value(kind)}, must be one of {', '.join(TASKS)}"
+        )
+    if task is not None and kind != task:
+        raise UsageError(
+            f"recipe {format_name(name_or_file)} is for the task {kind}, this script trains {task}: {_list_choices(task)}"
+        )
+    values = _change(values, changes or {}, str(values.get("name", name_or_file)))
+    recipe: Recipe = build(TASKS[kind], values, f"recipe {format_name(name_or_file)}")
+    if not recipe.description:
+        subject = (type(recipe).__doc__ or kind).partition(":")[0].rstrip(".")
+        place = f" on {recipe.data_name}" if recipe.data_name else ""
+        recipe = dataclasses.replace(recipe, description=f"{subject}{recipe.model_in_words}{place}.")
+    return recipe
+
+
+def find_task(name_or_file: str) -> str | None:
+    """Find the task of a recipe; None: there is no such recipe, or it names none."""
+    try:
+        task = _read(name_or_file, ancestors=()).get("task")
+    except UsageError:
+        return None
+    return task if isinstance(task, str) else None
+
+
+def _list_choices(task: str) -> str:
+    return "recipes for it: " + ", ".join(n for n in catalog_names() if _read(n, ancestors=())["task"] == task)
+
+
+def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
+    """Read a recipe's values, laid over its base's; `ancestors` are the recipes that extend it."""
+    is_path = name_or_file.endswith((".yaml", ".yml"))
+    if not is_path and name_or_file not in catalog_names():
+        hint = nearest(name_or_file, catalog_names())
+        raise UsageError(
+            f"unknown recipe {format_value(name_or_file)}: {hint}{'' if hint.endswith('?') else '.'} Another model of its kind "
+            "trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
+        )
+    path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
+    if name_or_file in ancestors:
+        raise UsageError(
+            f"recipe {format_name(name_or_file)} extends itself through {' -> '.join(ancestors)}: remove one `extends`"
+        )
+    values = {"name": path.stem} | read_yaml(path, f"recipe {format_name(path)}")
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise UsageError(
+            f"recipe {format_name(path)}: extends is {format_value(base)}, must be a recipe's name or file"
+        )
+    if str(base).endswith((".yaml", ".yml")):
+        base = path.parent / base
+    base_values = _read(str(base), (*ancestors, name_or_file))
+    is_shipped = path.parent == CATALOG  # such a recipe speaks for itself
+    return overlay(base_values, values) if is_shipped else _change(base_values, values, str(base))

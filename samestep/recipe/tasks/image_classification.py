@@ -1,0 +1,101 @@
+"""Recipes that train a ResNet to classify images."""
+
+import dataclasses
+from typing import Any
+
+from samestep.recipe.recipe import Parts, register
+from samestep.recipe.settings import FRACTION, VOCABULARY, WIDTH, choice, setting
+from samestep.recipe.tasks.images import STAGES, ImageRecipe
+
+BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 64 and max(values, default=1) <= 1000)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageClassification(ImageRecipe):
+    """Image classification by a ResNet."""
+
+    # Data
+    train_dir: str | None = setting("training images: CLASS/NAME.jpg, png, bmp or webp", decides=False)
+    validation_dir: str | None = setting("held-out images, as train_dir; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/digits, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    validation_fraction: float = setting(
+        "fraction of the images held out, drawn by the seed; not used with validation_dir or a validation split of the hub",
+        FRACTION,
+    )
+    image_mean: tuple[float, ...] = setting("subtracted from each channel, whose values lie in [0, 1]")
+    image_std: tuple[float, ...] = setting("each channel is divided by it, after that")
+    augmentation: str = setting(
+        "of training images, drawn anew in every epoch: none, shift (by up to 1/8, zeros move in) or imagenet (random crop "
+        "and flip; of held-out images 7/8 of the short side)",
+        choice("none", "shift", "imagenet"),
+    )
+
+    # Loss
+    label_smoothing: float = setting("share of the target that all classes divide between them", FRACTION)
+
+    # Model
+    model_name_or_path: str | None = setting(
+        "weights to start from, but for a head of another num_labels; null: random", decides=False
+    )
+    num_labels: int = setting("classes", VOCABULARY)
+    layer_type: str = setting(
+        "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", choice("basic", "bottleneck")
+    )
+    embedding_size: int = setting("channels of the first convolution", WIDTH)
+    hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
+    depths: tuple[int, ...] = setting("blocks of each stage", BLOCKS)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.validation_dir is not None and self.train_dir is None:
+            problems.append(f"validation_dir is {self.validation_dir}, but train_dir is not set: set both or neither")
+        if self.num_channels not in (1, 3):
+            problems.append(f"num_channels is {self.num_channels}, must be 1 (grey) or 3 (red, green, blue)")
+        for name in ("image_mean", "image_std"):
+            values = list(getattr(self, name))
+            if len(values) != self.num_channels:
+                problems.append(f"{name} {values} must hold one number for each of num_channels {self.num_channels}")
+        if min(self.image_std, default=1) <= 0:
+            problems.append(f"image_std {list(self.image_std)} must be positive numbers")
+        if len(self.hidden_sizes) != len(self.depths) or min(*self.hidden_sizes, *self.depths, 1) < 1:
+            problems.append(
+                f"hidden_sizes {list(self.hidden_sizes)} and depths {list(self.depths)} must be positive, one each per stage"
+            )
+        if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
+            problems.append(f"hidden_sizes {list(self.hidden_sizes)} must be multiples of 4 with layer_type bottleneck")
+        if self.normalization == "frozen" and self.model_name_or_path is None:
+            problems.append("normalization is frozen, but model_name_or_path, whose statistics it takes, is not set")
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"class": 1.0}
+
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        shape = {"embedding_size": min(16, self.embedding_size), "depths": (1,) * len(self.depths)}
+        shape |= {"hidden_sizes": tuple(min(32, size) for size in self.hidden_sizes), "model_name_or_path": None}
+        return shape | ({"normalization": "group"} if self.normalization == "frozen" else {})
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.ResNetConfig` takes it; `normalization` comes on top."""
+        names = ("num_channels", "num_labels", "layer_type", "embedding_size")
+        lists = {"hidden_sizes": list(self.hidden_sizes), "depths": list(self.depths)}
+        return {name: getattr(self, name) for name in names} | lists
+
+
+register(
+    "image_classification",
+    ImageClassification,
+    Parts(
+        settings="samestep.recipe.run_settings:DataSettings",
+        data="samestep.data.images:build",
+        model="samestep.models.image_classification:ClassificationSums",
+        shape="stepplan.memory:image_classification",
+        script="train_image_classifier.py",
+        pipeline_tag="image-classification",
+    ),
+)
