@@ -182,7 +182,15 @@ def record_words(server: Server, folder: Path, only: str) -> dict[str, str]:
         calls[f"{script} {name} --help"] = [script, "--recipe", name, "--help"]
         calls[f"plan {name}"] = ["samestep", "plan", name, "--json"]
         calls |= {f"plan {name} on {on}": ["samestep", "plan", name, "--json", "--on", on] for on in PLANNED_ON}
-        calls[f"plan {name} in words"] = ["samestep", "plan", name, "--on", PLANNED_ON[1]]
+        calls[f"plan {name} in words"] = [
+            "samestep",
+            "plan",
+            name,
+            "--on",
+            PLANNED_ON[1],
+            "--start",
+            "2026-01-05T09:00",
+        ]
     for name in ("sft_small_cpu", "dpo_small_cpu", "gpt2_small_cpu", "bert_small_cpu", "finetune_small_cpu"):
         calls[f"show-data {name}"] = ["samestep", "show-data", name]
     calls = {name: call for name, call in calls.items() if re.search(only, name)}
