@@ -12,9 +12,9 @@ from compare import same_weights, untimed_metrics
 from fsspec.implementations.memory import MemoryFileSystem
 from waiting import PATIENCE, until
 
+from samestep.contrib.copies import checkpoint_store
+from samestep.contrib.copies.checkpoint_store import CheckpointStore
 from samestep.errors import RunError, UsageError
-from samestep.training import checkpoint_store
-from samestep.training.checkpoint_store import CheckpointStore
 
 FLAGS = "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit 2"
 

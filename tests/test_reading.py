@@ -22,7 +22,7 @@ OWN_FILES = {
     "samestep/data/documents.py": "Python's own library",
     "samestep/data/template_process.py": "/proc/self/statm",
     "samestep/data/images.py": "an image, after its kind of file is known",
-    "samestep/training/checkpoint_store.py": "lines of a run, of any length",
+    "samestep/contrib/copies/checkpoint_store.py": "lines of a run, of any length",
 }
 """Modules that read files whole by themselves: what they read. The lines of a run have a reader of their own."""
 LOADERS = {"load", "safe_load", "full_load", "unsafe_load", "load_all", "safe_load_all", "full_load_all"}

@@ -70,10 +70,9 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_files import STATE, find_problems
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
-from samestep.training.checkpoint_store import CheckpointStore
+from samestep.training.copies import Peers, Store
 from samestep.training.digest import digest_tensor
 from samestep.training.launch import count_copies
-from samestep.training.peer_copies import PeerCopies
 
 if TYPE_CHECKING:
     from samestep.training.reduction import Reduction
@@ -310,8 +309,8 @@ class Saver:
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         tokenizer: of transformers, saved with the model; None: there is none.
         describe_growth: returns `State.growth`.
-        store: gets a copy of each checkpoint; process 0's. None: there is none.
-        peer_copies: other machines, which get a copy of each; None: all see the same output folder.
+        store: gets a copy of each checkpoint; process 0's.
+        peers: other machines, which get a copy of each.
         reduction: how gradients become the step's: what it lacks beside model and optimizer goes into a file of its own.
     """
 
@@ -327,8 +326,8 @@ class Saver:
         reduction: "Reduction",
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
         describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
-        store: CheckpointStore | None = None,
-        peer_copies: PeerCopies | None = None,
+        store: Store | None = None,
+        peers: Peers | None = None,
     ):
         self.tokenizer, self.describe_growth, self.reduction = tokenizer, describe_growth, reduction
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
@@ -343,7 +342,7 @@ class Saver:
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
-        self.store, self.peer_copies = store, peer_copies
+        self.store, self.peers = store or Store(), peers or Peers()
         self._copy_to_store(start.step)  # unless that was done: the session before may have been killed
 
     def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
@@ -391,7 +390,7 @@ class Saver:
                 writes = False
                 parts = {part: {name: t.clone() for name, t in rows.items()} for part, rows in parts.items()}
                 writes = True
-        if writes or (self.peer_copies is not None and self.peer_copies.is_member):
+        if writes or self.peers.is_member:
             arguments = (state, parts, is_routine) if writes else (None, {}, is_routine)
             if self.thread is None:
                 self._write_and_send(*arguments)
@@ -409,17 +408,15 @@ class Saver:
         self._wait()
         if self.thread is not None:
             self.thread.shutdown()
-        if self.store is not None:
-            try:
-                self.store.close()
-            except RunError as error:
-                self.failure = self.failure or str(error)
+        try:
+            self.store.close()
+        except RunError as error:
+            self.failure = self.failure or str(error)
         if self._owns_folder:  # a finished run that was killed at its end, and resumed, saves nothing
             with contextlib.suppress(OSError):
                 self._tidy()
                 self._keep_to_limit()
-                if self.store is not None:
-                    self.store.delete_doomed()
+                self.store.delete_doomed()
         self.model = self.optimizer = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
@@ -434,7 +431,7 @@ class Saver:
     @property
     def _owns_folder(self) -> bool:
         """Whether this process is the one that tidies its machine's output folder."""
-        return self.accelerator.is_main_process or (self.peer_copies is not None and self.peer_copies.is_member)
+        return self.accelerator.is_main_process or self.peers.is_member
 
     @property
     def _num_owners(self) -> int | None:
@@ -463,10 +460,9 @@ class Saver:
                 _discard(folder)
 
     def _delete(self, folders: list[Path]) -> None:
-        if self.store is not None:
-            held_names = self.store.held_names
-            folders = [folder for folder in folders if folder.name not in held_names]
-            self.store.delete(folder.name for folder in folders)
+        held_names = self.store.held_names
+        folders = [folder for folder in folders if folder.name not in held_names]
+        self.store.delete(folder.name for folder in folders)
         for folder in folders:
             with contextlib.suppress(OSError):  # renamed first: a deletion cut short leaves nothing damaged
                 _discard(folder.rename(_hidden_path(folder, "partial")))
@@ -507,11 +503,9 @@ class Saver:
             with self._warn_on_failure(state.step):
                 self._write(state, parts, is_routine)
                 folder = self.output_dir / f"checkpoint-{state.step}"
-        if self.peer_copies is None:
-            return
         if self.accelerator.is_main_process:
-            self.peer_copies.send(folder)
-        elif self.peer_copies.receive(_verify) is not None:
+            self.peers.send(folder)
+        elif self.peers.receive(_verify) is not None:
             self._delete_abandoned()
             self._keep_to_limit()
 
@@ -552,7 +546,7 @@ class Saver:
 
     def _copy_to_store(self, step: int) -> None:
         folder = self.output_dir / f"checkpoint-{step}"
-        if self.store is not None and _has_manifest(folder):
+        if _has_manifest(folder):
             self.store.add(folder, [self.output_dir / name for name in LINES])
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
@@ -749,15 +743,15 @@ def _check_is_file(path: Path) -> None:
         raise DamagedCheckpoint(f"{path.name} is {'not a file' if path.exists() else 'missing'}")
 
 
-def share_newest(peer_copies: PeerCopies) -> None:
+def share_newest(peers: Peers, output_dir: Path) -> None:
     """Give all machines the newest whole checkpoint that one of them holds. Called by all processes."""
 
     def find_newest() -> int:
         with contextlib.suppress(OSError):
-            _restore_old(peer_copies.output_dir)
-        return find_newest_step(peer_copies.output_dir) or -1
+            _restore_old(output_dir)
+        return find_newest_step(output_dir) or -1
 
-    peer_copies.share_newest(find_newest, _verify)
+    peers.share_newest(find_newest, _verify)
 
 
 def find_newest_step(output_dir: Path) -> int:
@@ -773,7 +767,7 @@ def find(
     resume_from_checkpoint: str | None,
     output_dir: Path,
     recipe: Recipe,
-    store: CheckpointStore | None = None,
+    store: Store | None = None,
 ) -> tuple[Path | None, State]:
     """Find the checkpoint that a path or `latest` names, verify it, and check its recipe.
 
@@ -791,7 +785,7 @@ def find(
     answer: list[Any] = [None]
     if accelerator.is_main_process:
         try:
-            answer = [_find(resume_from_checkpoint, output_dir, recipe, store)]
+            answer = [_find(resume_from_checkpoint, output_dir, recipe, store or Store())]
         except UsageError as error:
             answer = [error.problems]
         except OSError as error:  # the other processes wait for an answer
@@ -802,9 +796,7 @@ def find(
     return result
 
 
-def _find(
-    resume_from_checkpoint: str, output_dir: Path, recipe: Recipe, store: CheckpointStore | None
-) -> tuple[Path | None, State]:
+def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe, store: Store) -> tuple[Path | None, State]:
     if resume_from_checkpoint != "latest":
         folder = Path(resume_from_checkpoint)
         with contextlib.suppress(OSError):
@@ -820,7 +812,7 @@ def _find(
     with contextlib.suppress(OSError):
         _restore_old(output_dir)
     problems = []
-    copies = [output_dir / name for name in store.list_checkpoints()] if store is not None else []
+    copies = [output_dir / name for name in store.list_checkpoints()]
     for folder in sorted({*checkpoints(output_dir), *copies}, key=_parse_step, reverse=True):
         try:
             state = verify(folder)
@@ -842,7 +834,7 @@ def _find(
     return None, State()
 
 
-def _bring(store: CheckpointStore, folder: Path) -> State | None:
+def _bring(store: Store, folder: Path) -> State | None:
     """Bring a checkpoint from the store, in place of what is there; None, with a warning, if it is not whole there, either."""
     partial = _hidden_path(folder, "partial")
     try:

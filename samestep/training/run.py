@@ -45,13 +45,11 @@ from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
-from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.evaluation import evaluate
-from samestep.training.peer_copies import PeerCopies
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.reduction import HasEnded
 from samestep.training.stragglers import StepClock
-from samestep.training.ways import choose_reduction
+from samestep.training.ways import choose_reduction, find_peers, open_store
 
 DECIDED_BY_WEIGHTS = (*CausalLmFineTuning.SHAPE, "architecture", "vocab_size", "tokenizer_name")
 """Flags that have no place beside weights to start from, and those of a session that has ended."""
@@ -119,16 +117,16 @@ class Run:
             raise UsageError(str(refusal))
         self.folder = report.open_output_dir(self.accelerator, self.settings)
         self.reduction.join(self.folder)
-        self.store = self._open_store()
+        self.store = open_store(self.accelerator, self.settings)
         resume = self.settings.resume_from_checkpoint
-        self.peer_copies = self._find_peer_copies()
-        if self.peer_copies is not None and resume == "latest":
-            checkpoint.share_newest(self.peer_copies)
+        self.peers = find_peers(self.accelerator, self.settings)
+        if resume == "latest":
+            checkpoint.share_newest(self.peers, self.output_dir)
         self.checkpoint, self.start = checkpoint.find(
             self.accelerator, resume, self.output_dir, self.recipe, self.store
         )
-        if self.peer_copies is not None and self.checkpoint is not None:
-            self.checkpoint = self.output_dir / self.checkpoint.name
+        if self.checkpoint is not None:
+            self.checkpoint = self.peers.find_here(self.checkpoint)
         self.reduction.check_checkpoint(self.checkpoint, self.start, self._say)
         self.completed_steps = self.start.step
         self.has_stopped_early = self.has_ended_elsewhere = False
@@ -160,38 +158,6 @@ class Run:
             return
         tokenizer = recipe.tokenizer_name or recipe.model_name_or_path
         self.recipe = recipe.rehearsed({"model_name_or_path": str(folder), "tokenizer_name": tokenizer})
-
-    def _find_peer_copies(self) -> PeerCopies | None:
-        """Find the machines that keep copies of checkpoints; None: all see one output folder. Called by all processes.
-
-        Raises:
-            UsageError: weights are sharded, parts of which each process would write on its own machine.
-        """
-        if not self.settings.replicate_checkpoints:
-            return None
-        if launch.is_sharded(self.accelerator):
-            raise UsageError(
-                "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint: "
-                "leave it out, and give an output_dir that all machines see"
-            )
-        return PeerCopies(self.accelerator, self.output_dir, checkpoint.LINES, self.settings.ddp_timeout)
-
-    def _open_store(self) -> CheckpointStore | None:
-        """Open the store of copies of checkpoints on process 0, and see that it can be read; None: there is none, or elsewhere.
-
-        Raises:
-            UsageError: it cannot be used, or holds an earlier run that is not resumed.
-        """
-        url = self.settings.checkpoint_store
-        if url is None or not self.accelerator.is_main_process:
-            return None
-        store = CheckpointStore(url)
-        if (names := store.list_checkpoints()) and not self.settings.resume_from_checkpoint:
-            raise UsageError(
-                f"checkpoint_store is {url}, which holds an earlier run (its {names[-1]}): continue it with "
-                "--resume_from_checkpoint latest, or choose another folder"
-            )
-        return store
 
     def _say(self, *texts: str) -> None:
         """Print texts on process 0, folded where the terminal is narrow."""
@@ -414,7 +380,7 @@ class Run:
             tokenizer,
             lambda: None if self.follower is None else self.follower.record,
             self.store,
-            self.peer_copies,
+            self.peers,
         )
         spans = self.order.spans if self.order.stages else None
         self.log = report.RunLog(

@@ -20,11 +20,31 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from samestep.errors import UsageError
+from samestep.recipe.run_settings import RunSettings
+from samestep.training import checkpoint
+from samestep.training.copies import Peers
+from samestep.training.launch import is_sharded
+
 BLOCK = 2**26
 """Bytes of a message."""
 
 
-class PeerCopies:
+def find_peers(accelerator: Accelerator, settings: RunSettings) -> Peers:
+    """Find the machines that keep copies of checkpoints. Called by all processes.
+
+    Raises:
+        UsageError: weights are sharded, parts of which each process would write on its own machine.
+    """
+    if is_sharded(accelerator):
+        raise UsageError(
+            "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint: "
+            "leave it out, and give an output_dir that all machines see"
+        )
+    return PeerCopies(accelerator, Path(settings.output_dir), checkpoint.LINES, settings.ddp_timeout)
+
+
+class PeerCopies(Peers):
     """The machines' copies. Made, and `share_newest` called, by all processes; the rest by one process of each machine.
 
     Args:
@@ -42,6 +62,9 @@ class PeerCopies:
         if len(members) > 1:
             group = dist.new_group(members, datetime.timedelta(seconds=timeout), "gloo")
             self.group = group if self.is_member else None
+
+    def find_here(self, checkpoint: Path) -> Path:
+        return self.output_dir / checkpoint.name
 
     def share_newest(self, find_newest: Callable[[], int], verify: Callable[[Path], Any]) -> None:
         """Give all machines the newest whole checkpoint that one of them holds.

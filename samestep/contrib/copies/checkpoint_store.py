@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from tqdm import tqdm
 
 from samestep.errors import RunError, UsageError, reason
 from samestep.recipe.reading import MAX_JSON_BYTES, parse_json, read_text
+from samestep.recipe.run_settings import RunSettings
+from samestep.training.copies import Store
 
 PATIENCE = 300.0
 """Seconds from the first failure of a request to giving it up."""
@@ -35,7 +38,25 @@ PERMANENT = (FileNotFoundError, PermissionError, ImportError, ValueError)
 """Errors that another try does not mend."""
 
 
-class CheckpointStore:
+def open_store(accelerator: Accelerator, settings: RunSettings) -> Store:
+    """Open the store of copies of checkpoints on process 0, and see that it can be read; elsewhere there is none.
+
+    Raises:
+        UsageError: it cannot be used, or holds an earlier run that is not resumed.
+    """
+    url = settings.checkpoint_store
+    if url is None or not accelerator.is_main_process:
+        return Store()
+    store = CheckpointStore(url)
+    if (names := store.list_checkpoints()) and not settings.resume_from_checkpoint:
+        raise UsageError(
+            f"checkpoint_store is {url}, which holds an earlier run (its {names[-1]}): continue it with "
+            "--resume_from_checkpoint latest, or choose another folder"
+        )
+    return store
+
+
+class CheckpointStore(Store):
     """A folder of checkpoints that fsspec reaches. Used by process 0 only.
 
     Args:
