@@ -16,8 +16,8 @@ from cases import thorough
 from common import ROOT, fresh_accelerator
 from waiting import PATIENCE
 
-from samestep.errors import UsageError
 from stepaudit import script
+from stepaudit.errors import UsageError
 from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, compare, find_faults
 from stepaudit.random_projection import EXACT_SIZE, sketch
 from stepaudit.record import EnoughSteps, Recorder, _honours_num_items

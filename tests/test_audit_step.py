@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT / "tests" / "audited"))
 from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 
 from samestep import noise_by_sample
-from samestep.errors import UsageError
 from stepaudit import Cut, assert_same_step, audit_step, default_cuts
 from stepaudit import processes as process_runner
 from stepaudit.entrance import is_close
+from stepaudit.errors import UsageError
 from stepaudit.loops import terms
 
 QUARTERS = [Cut(4)]

@@ -46,6 +46,13 @@ def answer(name: str, argv: list[str]) -> int | None:
             raise
         rule = f"{program_name()} {name} needs the package {package}, which is not installed: pip install samestep"
         raise UsageError(rule) from error
-    if package == "stepaudit":  # it has a command of its own, and says by which one it was called
-        return answers(argv, prog=f"{program_name()} {name}")
-    return answers(argv)
+    if package != "stepaudit":
+        return answers(argv)
+    try:
+        return answers(
+            argv, prog=f"{program_name()} {name}"
+        )  # it has a command of its own, and says by which it was called
+    except ValueError as error:
+        if not hasattr(error, "problems"):
+            raise
+        raise UsageError(error.problems) from error  # its own class for people's mistakes

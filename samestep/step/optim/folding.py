@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from samestep._internals.torch_operators import foreach_mul_, foreach_norm
 from samestep.errors import UsageError
-from stepaudit.random_projection import Signs, project
+from samestep.step.optim.random_projection import Signs, project
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
 PIECES = {"cpu": 2**17}  # numbers updated at once, so that a CPU's cache holds them
@@ -285,7 +285,7 @@ class Accumulating(torch.optim.Optimizer):
         processes, after the last backward.
 
         |G| is computed from the difference between random projections of m_t and b1 m_{t-1} (see
-        `stepaudit.random_projection.project`): exact if no parameter has more than 4,096 numbers, otherwise an estimate. G
+        `random_projection.project`): exact if no parameter has more than 4,096 numbers, otherwise an estimate. G
         should be multiplied by c = min(1, max_norm / |G|), but was folded before |G| was known, multiplied by the last step's
         c. So m = x + y, x = b1 m_{t-1} and y = (1 - b1) c_{t-1} G, is scaled to the length that x + q y would have,
         q = c / c_{t-1}, and keeps its direction. That length follows from the lengths of x, x + y and y:
