@@ -23,9 +23,10 @@ os.environ.update(
     COLUMNS="80",  # of help, whatever terminal the tests are started in
     PYTHONPATH=os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
-# As where a terminal started the tests, also under nohup; children inherit it.
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# As where a terminal started the tests, also under nohup, or in the background of a script; children inherit it.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 import pytest
 import torch
