@@ -38,8 +38,11 @@ THOROUGH = set(
     sound/classifier_samples sound/closure sound/reentrant sound/packed_lm sound/mean_teacher
     sound/two_heads_two_backwards sound/accelerate_accumulate_shuffled sound/plain_counts sound/frozen_backbone
     faults/trainer_gpt2_counts_per_process faults/trainer_loss_func_means faults/trainer_bert_classifier
-    faults/accelerate_documented faults/mixup_within_micro_batch
-    faults/class_weighted_mean
+    faults/accelerate_documented faults/mixup_within_micro_batch faults/class_weighted_mean
+    sound/trainer_two_groups_generates sound/critic_with_gradient_penalty sound/two_terms
+    sound/lightning_warmup_clip_validation sound/iterable_shards_in_workers sound/sum_by_num_items_of_one
+    sound/muon_and_adamw sound/datasets_shard sound/packed_gru_flat_buffer sound/lists_per_process
+    sound/experts_without_work
     """.split()
 )
 """Programs of a cause, or of a library, that others are of, too; `make bench-verdicts` takes all programs in all layouts."""

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from odd_inputs import BOUNDED, CASES, PLACES, READERS, _case, answer
 from odd_runs import REQUEST_CASES, RUN_CASES
 
-NUMBERS = {"fields": (CASES, 12), "others": (BOUNDED, 12), "runs": (RUN_CASES, 12), "requests": (REQUEST_CASES, 10)}
+NUMBERS = {"fields": (CASES, 10), "others": (BOUNDED, 10), "runs": (RUN_CASES, 10), "requests": (REQUEST_CASES, 8)}
 ACCEPTED = ("capacity", "verified images")
 """Readers of caches, which are made anew where they are damaged."""
 
@@ -33,11 +33,11 @@ def test_odd_inputs_are_refused_in_one_line_or_run(cases, number):
     check_case()
 
 
-# One reader of each kind of data reads for a second; the others of its kind bound what they read by the same function.
+# One reader of each kind of data is tried in every place; the others of its kind bound what they read by the same function.
 ENDLESS_ALWAYS = ("documents .jsonl", "texts .csv", "rows .parquet")
 CASES_WITHOUT_END = [
     thorough(place, reader)
-    if place == "endless" and reader.startswith(("documents", "texts", "rows")) and reader not in ENDLESS_ALWAYS
+    if place != "pipe" and reader.startswith(("documents", "texts", "rows")) and reader not in ENDLESS_ALWAYS
     else (place, reader)
     for place in ("zeros", "pipe", "endless")
     for reader in sorted(READERS)

@@ -481,7 +481,7 @@ def test_the_hub_out_of_reach(tmp_path):
     }
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     last = run.stderr.splitlines()[-1]
-    assert last.startswith("stepaudit.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
+    assert last.startswith("samestep.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
     assert "OfflineModeIsEnabled" in last
     assert last.endswith("or use train_file or dataset_name builtin/..., which need none.")
 

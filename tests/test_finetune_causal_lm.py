@@ -101,6 +101,7 @@ def test_a_corner_of_the_grid(case):
     assert max(row[name] for name in ("loss", "grad_norm", "parameters")) < 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_sharded_weights_take_the_same_steps(finetune, reference, train_on):
     """FSDP2 on two processes: DPO with its reference, adapters; from one process's checkpoint and to it."""

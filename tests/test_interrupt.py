@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from accelerate import Accelerator
+from cases import keep
 from common import DROPOUT, ROOT, all_metrics, metrics, tiny_argv
 from compare import same_weights, untimed_metrics
 from faults import HANG, IN_A_STEP, train_with_code
@@ -42,7 +43,7 @@ def during_step(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("number", interrupt.SIGNALS)
+@pytest.mark.parametrize("number", keep(interrupt.SIGNALS, [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_stops_the_run_at_the_step_border(train, scripts, corpus, tmp_path, during_step, number, capfd):
     flags = "--global_batch_size 8 --per_device_train_batch_size 3 --eval_steps 2 --record_samples" + DROPOUT
     whole = train("whole", flags)

@@ -214,6 +214,7 @@ def test_fsdp2_2xcpu_is_two_processes_that_shard(launched):
     assert reports == [common | {"process_index": 0, "sharded": True}, common | {"process_index": 1, "sharded": True}]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_machines_are_two_launches_that_agree(launched, tmp_path):
     """As docs/multi-node.md prints it: one launch file, whose rank and address the command of each machine replaces."""

@@ -41,7 +41,7 @@ def largest_micro_batch(output_dir) -> int:
         thorough(9, [20, 10, 5, 7], 7, "pretrain_gpt2"),
         thorough(6, [20, 10, 5, 7], 5, "pretrain_bert"),
         (3, [20, 10, 5, 3, 4], 3, "pretrain_bert"),  # 20 in 7 micro-batches; 5 (4 samples) and 6 (4 samples) do not fit
-        (1, [20, 10, 5, 3, 2, 1], 1, "pretrain_gpt2"),
+        thorough(1, [20, 10, 5, 3, 2, 1], 1, "pretrain_gpt2"),
     ],
 )
 def test_the_fewest_micro_steps_that_fit(train, monkeypatch, tries, holds, tried, cap, program):

@@ -9,6 +9,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+from cases import thorough
 from common import fresh_accelerator, load_benchmark, task_of
 from safetensors.torch import load_file, save_file
 
@@ -42,7 +43,7 @@ def flip_a_bit(file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "num_processes", "is_asynchronous", "num_kills"),
-    [("pretrain_gpt2", 1, True, 1), ("pretrain_bert", 2, False, 1)],
+    [thorough("pretrain_gpt2", 1, True, 2), ("pretrain_bert", 2, False, 1)],
 )
 def test_killed_runs_end_like_undisturbed_ones(
     reliability, sessions, corpus, tmp_path, program, num_processes, is_asynchronous, num_kills

@@ -168,6 +168,7 @@ def test_groups_add_up_their_gradients_once_in_a_step(whole, measure):
         assert reduced == scattered / k / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_groups_take_the_same_steps_and_go_on_elsewhere(train, train_on, tmp_path):
     """HSDP on 2 x 2 processes, by Muon and AdamW; the first group writes checkpoints, which one process and groups resume."""
