@@ -62,7 +62,8 @@ LOST_PROCESS = (
 class UsageError(ValueError):
     """A mistake in a recipe, a flag, a file or a launch. Each problem names the field, its value, the rule and the remedy.
 
-    Problems are collected and raised once, so that a user mends them all in one go.
+    Problems are collected and raised once, so that a user mends them all in one go. The audit has a class of its own
+    (`stepaudit.errors`), which `samestep.cli` turns into this one.
     """
 
     def __init__(self, problems: str | Iterable[str]):

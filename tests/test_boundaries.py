@@ -6,6 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from samestep import cli
+from samestep.cut.layout import solve_layout
+from samestep.errors import exit_code
+from samestep.recipe.catalog import load
+from samestep.recipe.prediction import predict_memory
+
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     ["errors", "interrupt", "printing", "_internals"],
@@ -130,3 +136,15 @@ def test_a_script_can_be_read_in_one_go(script):
     assert len({name for name in imports(script) if name[0] == "samestep"}) <= 8
     (main,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
     assert depth(main) <= 5
+
+
+def test_the_engine_works_where_the_planner_is_not_installed(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stepplan"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "stepplan", None)
+    recipe = load("bert_base")
+    assert predict_memory(recipe, solve_layout(num_processes=1, global_batch_size=8)) is None
+    monkeypatch.setattr(sys, "argv", ["samestep", "plan", "bert_base"])
+    assert exit_code(cli.main) == 2
+    line = "ERROR: samestep plan needs the package stepplan, which is not installed: pip install samestep\n"
+    assert capsys.readouterr().err == line

@@ -42,7 +42,7 @@ def answer(name: str, argv: list[str]) -> int | None:
     try:
         answers = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        if error.name != package:
+        if (error.name or "").partition(".")[0] != package:
             raise
         rule = f"{program_name()} {name} needs the package {package}, which is not installed: pip install samestep"
         raise UsageError(rule) from error

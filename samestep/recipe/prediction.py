@@ -21,7 +21,7 @@ def predict_memory(recipe: Recipe, layout: Layout, **options: Any) -> int | None
     try:
         planner = importlib.import_module("stepplan.prediction")
     except ModuleNotFoundError as error:
-        if error.name != "stepplan":
+        if (error.name or "").partition(".")[0] != "stepplan":
             raise
         return None
     predicted: int | None = planner.predict_memory(recipe, layout, **options)

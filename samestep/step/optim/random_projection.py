@@ -1,4 +1,7 @@
-"""Projects gradients at random to few numbers: linearly, so that sums and differences survive, and norms and angles nearly."""
+"""Projects gradients at random to few numbers: linearly, so that sums and differences survive, and norms and angles nearly.
+
+`stepaudit.random_projection` is the same: neither package imports the other.
+"""
 
 import torch
 
