@@ -250,9 +250,7 @@ def write_expectation(name: str, row: dict[str, Any], about: dict[str, Any]) -> 
     file = harness.ROOT / "recipes" / "catalog" / f"{name}.yaml"
     lines = textwrap.fill(f'expect: "{expectation(row, about)}"', 120, subsequent_indent="  ", break_on_hyphens=False)
     text = file.read_text(encoding="utf-8")
-    file.write_text(
-        re.sub(r"^expect: .*?(?=^\S)", lambda _: f"{lines}\n", text, flags=re.M | re.S), encoding="utf-8"
-    )
+    file.write_text(re.sub(r"^expect: .*?(?=^\S)", lambda _: f"{lines}\n", text, flags=re.M | re.S), encoding="utf-8")
 
 
 def part(results: dict) -> str:

@@ -1,16 +1,20 @@
 """The catalog of recipes: reads one by its name or from a file, with changes, and knows all tasks."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from samestep.errors import UsageError, nearest
 from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
-from samestep.recipe.recipe import ALTERNATIVES, TASKS, Recipe
+from samestep.recipe.recipe import ALTERNATIVES, TASKS, VARIANTS, Recipe
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
 from samestep.recipe.tasks.decoder import SHAPE
+from samestep.recipe.variants import Variant
 
 __all__ = [
     "CATALOG",
@@ -157,6 +161,9 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
             f"recipe {format_name(name_or_file)} extends itself through {' -> '.join(ancestors)}: remove one `extends`"
         )
     values = {"name": path.stem} | read_yaml(path, f"recipe {format_name(path)}")
+    for field, kind in VARIANTS.items():
+        if isinstance(sentence := values.get(field), str):
+            values[field] = _replace_sentence(kind, sentence, f"recipe {format_name(path)}: {field}")
     base = values.pop("extends", None)
     if base is None:
         return values
@@ -169,6 +176,17 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
     base_values = _read(str(base), (*ancestors, name_or_file))
     is_shipped = path.is_relative_to(CATALOG)  # such a recipe speaks for itself
     return overlay(base_values, values) if is_shipped else _change(base_values, values, str(base))
+
+
+def _replace_sentence(kind: type[Variant], sentence: str, subject: str) -> Any:
+    """Warn of a sentence in a file, and return its mapping; a sentence that breaks a rule stays, for `build` to refuse."""
+    try:
+        mapping = kind.read(sentence).mapping
+    except UsageError:
+        return sentence
+    form = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=1000).strip()
+    warnings.warn(f"{subject} as a sentence is read until 0.2: write {form}", FutureWarning, stacklevel=2)
+    return mapping
 
 
 def _find_file(name_or_file: str, is_extended: bool) -> Path:
