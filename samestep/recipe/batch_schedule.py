@@ -28,19 +28,16 @@ from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
 from samestep.errors import UsageError
-from samestep.recipe.settings import choice, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number, read_number
+from samestep.recipe.settings import choice, from_text, limit, setting
+from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
 
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
-EXAMPLES = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 EXPONENTS = {None: 0.0, "sqrt": 0.5, "linear": 1.0}
 """How the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
 TOLERANCE = 1e-12  # of thresholds: libraries for mathematics differ in the last bit
 
-_RATE = re.compile(r"(.*?), *rate by (\w+)")
-_GROWTH = re.compile(rf"(?:(seesaw)|(power) {NUMBER}|(noise) {NUMBER}) from {COUNT}")
-_STAGE = re.compile(rf"{COUNT} at {NUMBER} *(%|samples|tokens)?")
+_RATE = r"(?:, *rate by (?P<rate>\w+))?"
 
 
 class Stage(NamedTuple):
@@ -65,6 +62,13 @@ class BatchSchedule(Variant):
         "seesaw": (("first_size",), ()),
         "noise": (("first_size", "more_tokens"), ("rate",)),
     }
+    SENTENCES: ClassVar = (
+        rf"(?P<stages>{COUNT}(?: *, *{COUNT} at {NUMBER} *(?:%|samples|tokens)?)+){_RATE}",
+        rf"(?P<kind>power) (?P<power>{NUMBER}) from (?P<first_size>{COUNT}){_RATE}",
+        rf"(?P<kind>seesaw) from (?P<first_size>{COUNT}){_RATE}",
+        rf"(?P<kind>noise) (?P<more_tokens>{NUMBER}) from (?P<first_size>{COUNT}){_RATE}",
+    )
+    EXAMPLES: ClassVar = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 
     kind: str = setting("stages, power, seesaw or noise")
     sizes: tuple[int, ...] = setting(
@@ -113,29 +117,23 @@ class BatchSchedule(Variant):
 
     @classmethod
     def read_sentence(cls, text: str) -> dict[str, Any]:
-        """Read "16, 32 at 0.25, rate by sqrt" and its like.
+        """Read "16, 32 at 0.25, rate by sqrt" and its like, as `Variant.read_sentence`.
 
-        >>> BatchSchedule.read_sentence("16, 32 at 25 %, 64 at 0.5")
-        {'kind': 'stages', 'sizes': [16, 32, 64], 'boundaries': [0.25, 0.5], 'unit': 'share', 'rate': None}
-        >>> BatchSchedule.read_sentence("power 0.5 from 16, rate by sqrt")
-        {'kind': 'power', 'power': 0.5, 'first_size': 16, 'rate': 'sqrt'}
+        >>> print(BatchSchedule.read("16, 32 at 25 %, 64 at 0.5"))
+        16, 32 at 0.25, 64 at 0.5
+        >>> BatchSchedule.read("power 0.5 from 16, rate by sqrt").mapping
+        {'kind': 'power', 'first_size': 16, 'power': 0.5, 'rate': 'sqrt'}
         """
-        rest, rate = match.groups() if (match := _RATE.fullmatch(text)) else (text, None)
-        if match := _GROWTH.fullmatch(rest):
-            seesaw, power, exponent, noise, more_tokens, size = match.groups()
-            values = {"power": exponent, "more_tokens": more_tokens, "first_size": size}
-            numbers = {name: read_number(number) for name, number in values.items() if number}
-            return {"kind": seesaw or power or noise} | numbers | ({"rate": rate} if rate or not seesaw else {})
-        first, *others = re.split(r" *, *", rest)
-        matches = [match for part in others if (match := _STAGE.fullmatch(part))]
-        if not re.fullmatch(COUNT, first) or not matches or len(matches) < len(others):
-            raise UsageError(f"it is written like {EXAMPLES}")
-        units = {"share" if match[3] in (None, "%") else match[3] for match in matches}
-        if len(units) > 1:
-            raise UsageError(f"places are all shares, all samples or all tokens, not {' and '.join(sorted(units))}")
-        places = [read_number(match[2]) if match[3] != "%" else float(Fraction(match[2]) / 100) for match in matches]
-        sizes = [int(first), *(int(match[1]) for match in matches)]
-        return {"kind": "stages", "sizes": sizes, "boundaries": places, "unit": units.pop(), "rate": rate}
+        values = super().read_sentence(text)
+        if stages := values.pop("stages", None):
+            later = re.findall(f"({COUNT}) at ({NUMBER}) *(%|samples|tokens)?", stages)
+            units = {unit.replace("%", "") or "share" for _, _, unit in later}
+            if len(units) > 1:
+                raise UsageError(f"places are all shares, all samples or all tokens, not {' and '.join(sorted(units))}")
+            sizes = [int(stages.partition(",")[0]), *(int(size) for size, _, _ in later)]
+            places = [float(Fraction(at) / 100) if unit == "%" else from_text(at, int) for _, at, unit in later]
+            values |= {"kind": "stages", "sizes": sizes, "boundaries": places, "unit": units.pop()}
+        return values
 
     @property
     def smallest(self) -> int:

@@ -19,31 +19,14 @@ arXiv:1905.13727. Stich et al., Sparsified SGD with Memory, 2018, arXiv:1809.075
 """
 
 import dataclasses
-import re
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from samestep.errors import UsageError
 from samestep.recipe.settings import FRACTION, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number, read_number
+from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
 
-EXAMPLES = (
-    '"local_sgd of 4 workers every 8 steps", "diloco of 4 workers every 50 steps", "power_sgd of rank 4 from step 100" or '
-    '"top_k 0.01 of 4 workers"'
-)
 DILOCO = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 """DiLoCo's outer optimizer, as published."""
 MAX_WORKERS = 4096
-# Sentence -> what its groups are
-_SENTENCES = {
-    rf"(local_sgd|diloco) of {COUNT} workers every {COUNT} steps(?:, outer rate {NUMBER}, outer momentum {NUMBER})?": (
-        "kind",
-        "num_workers",
-        "num_steps",
-        *DILOCO,
-    ),
-    rf"(power_sgd) of rank {COUNT} from step {COUNT}": ("kind", "rank", "first_step"),
-    rf"(top_k) {NUMBER} of {COUNT} workers": ("kind", "share", "num_workers"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +40,16 @@ class Communication(Variant):
         "top_k": (("share", "num_workers"), ()),
     }
     DEFAULTS: ClassVar = {"diloco": DILOCO}
+    SENTENCES: ClassVar = (
+        rf"(?P<kind>local_sgd|diloco) of (?P<num_workers>{COUNT}) workers every (?P<num_steps>{COUNT}) steps"
+        rf"(, outer rate (?P<outer_learning_rate>{NUMBER}), outer momentum (?P<outer_momentum>{NUMBER}))?",
+        rf"(?P<kind>power_sgd) of rank (?P<rank>{COUNT}) from step (?P<first_step>{COUNT})",
+        rf"(?P<kind>top_k) (?P<share>{NUMBER}) of (?P<num_workers>{COUNT}) workers",
+    )
+    EXAMPLES: ClassVar = (
+        '"local_sgd of 4 workers every 8 steps", "diloco of 4 workers every 50 steps", "power_sgd of rank 4 from step 100" '
+        'or "top_k 0.01 of 4 workers"'
+    )
 
     kind: str = setting("local_sgd, diloco, power_sgd or top_k")
     num_workers: int | None = setting(
@@ -78,21 +71,6 @@ class Communication(Variant):
         ("must be above 0 and below 1", lambda value: 0 < value < 1),
         default=1.0,
     )
-
-    @classmethod
-    def read_sentence(cls, text: str) -> dict[str, Any]:
-        """Read "diloco of 4 workers every 50 steps" and its like.
-
-        >>> Communication.read_sentence("top_k 0.01 of 4 workers")
-        {'kind': 'top_k', 'share': 0.01, 'num_workers': 4}
-        """
-        for pattern, names in _SENTENCES.items():
-            if match := re.fullmatch(pattern, text):
-                kind, *numbers = match.groups()
-                return {"kind": kind} | {
-                    name: read_number(number) for name, number in zip(names[1:], numbers, strict=True) if number
-                }
-        raise UsageError(f"it is written like {EXAMPLES}")
 
     @property
     def is_local(self) -> bool:

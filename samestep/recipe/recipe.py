@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from samestep.errors import UsageError
-from samestep.recipe import batch_schedule, communication, scaling, schedule
+from samestep.recipe import scaling, schedule
 from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.communication import Communication
 from samestep.recipe.reading import format_value
@@ -117,10 +117,10 @@ class Recipe:
     num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
 
     batch_schedule: BatchSchedule | None = setting(
-        f"a batch that grows to global_batch_size: {batch_schedule.EXAMPLES} (docs/batch-size.md); null: it stays"
+        f"a batch that grows to global_batch_size: {BatchSchedule.EXAMPLES} (docs/batch-size.md); null: it stays"
     )
     communication: Communication | None = setting(
-        f"another algorithm, which sends less than a gradient every step: {communication.EXAMPLES} (docs/communication.md); "
+        f"another algorithm, which sends less than a gradient every step: {Communication.EXAMPLES} (docs/communication.md); "
         "null: the exact step"
     )
 

@@ -1,16 +1,17 @@
 """Values of a recipe that are of one of several kinds with fields of their own: mappings, on a command line sentences."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, ClassVar, Self
 
 from samestep.errors import UsageError, nearest
 from samestep.recipe.reading import format_value
-from samestep.recipe.settings import build
+from samestep.recipe.settings import build, from_text
 
-COUNT, NUMBER = r"([1-9][0-9]{0,7})", r"([0-9]+\.?[0-9]*|\.[0-9]+)"
-"""Groups of regular expressions: whole numbers from 1 to `LARGEST_COUNT`, and numbers without sign or exponent."""
+COUNT, NUMBER = r"[1-9][0-9]{0,7}", r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+"""Regular expressions: whole numbers from 1 to `LARGEST_COUNT`, and numbers without sign or exponent."""
 LARGEST_COUNT = 10**8 - 1
 
 
@@ -21,11 +22,15 @@ class Variant:
     Attributes:
         KINDS: kind -> its fields, those that it needs and those that it may have.
         DEFAULTS: kind -> values of fields that it may have, where they are not given.
+        SENTENCES: regular expressions, whose named groups are fields.
+        EXAMPLES: sentences, for messages.
         kind: a key of `KINDS`.
     """
 
     KINDS: ClassVar[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]]
     DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {}
+    SENTENCES: ClassVar[tuple[str, ...]]
+    EXAMPLES: ClassVar[str]
     kind: str
 
     @classmethod
@@ -38,9 +43,10 @@ class Variant:
         """
         if isinstance(value, cls):
             return value
-        values = cls.read_sentence(value) if isinstance(value, str) else value
-        if not isinstance(values, Mapping):
+        given = cls.read_sentence(value) if isinstance(value, str) else value
+        if not isinstance(given, Mapping):
             raise TypeError(repr(value))
+        values = {name: part for name, part in given.items() if part is not None}
         kind = values.get("kind")
         if not isinstance(kind, str) or kind not in cls.KINDS:
             raise UsageError(f"kind is {format_value(kind)}, must be one of {', '.join(cls.KINDS)}")
@@ -49,12 +55,11 @@ class Variant:
         problems = [
             f"{kind} has no {format_value(key)}: {nearest(str(key)[:60], known)}" for key in values if key not in known
         ]
-        problems += [f"{kind} needs {name}" for name in needed if values.get(name) is None]
+        problems += [f"{kind} needs {name}" for name in needed if name not in values]
         if problems:
             raise UsageError(problems)
-        given = {name: part for name, part in values.items() if part is not None}
         try:
-            found: Self = build(cls, {**cls.DEFAULTS.get(kind, {}), **given}, kind)
+            found: Self = build(cls, {**cls.DEFAULTS.get(kind, {}), **values}, kind)
         except UsageError as error:
             raise UsageError([problem.removeprefix(f"{kind}: ") for problem in error.problems]) from None
         return found
@@ -62,7 +67,10 @@ class Variant:
     @classmethod
     def read_sentence(cls, text: str) -> dict[str, Any]:
         """Read a sentence into a mapping, whose values are not yet checked. Raises UsageError for any other text."""
-        raise NotImplementedError
+        for pattern in cls.SENTENCES:
+            if match := re.fullmatch(pattern, text):
+                return {name: from_text(word, int) for name, word in match.groupdict().items() if word is not None}
+        raise UsageError(f"it is written like {cls.EXAMPLES}")
 
     @property
     def sentence(self) -> str:
@@ -89,12 +97,3 @@ def format_number(number: float) -> str:
     """
     text = format(Decimal(repr(number)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def read_number(text: str) -> int | float:
-    """Read a number of a sentence.
-
-    >>> read_number("8000"), read_number("0.25")
-    (8000, 0.25)
-    """
-    return int(text) if text.isdigit() else float(text)
