@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from common import fresh_accelerator, metrics
+from common import ROOT, fresh_accelerator, metrics
 
 from samestep import cli
 from samestep.cut.layout import solve_layout
@@ -57,45 +57,26 @@ def test_a_base_is_extended_and_is_no_recipe(tmp_path):
     assert missing >= {"global_batch_size", "learning_rate", "hidden_size", "vocab_size"}
 
 
-MINE = """
-# A GPT-2 of two layers on my own notes.
-#
-#   accelerate launch --config_file accelerate_configs/cpu.yaml scripts/pretrain_gpt2.py --recipe mine/notes.yaml
-extends: gpt2_pretraining
-description: A small GPT-2 on my notes.
-source: our own; the smallest numbers that train
-expect: nothing yet
-global_batch_size: 8
-max_train_steps: 3
-learning_rate: 1.0e-3
-learning_rate_batch_size: 8
-num_warmup_steps: 1
-batch_schedule: {kind: stages, sizes: [4, 8], boundaries: [0.5]}
-lr_scaling_rule: none # which a batch that grows asks for
-train_file: [notes.jsonl]
-validation_fraction: 0.1
-vocab_size: 300
-block_size: 32
-n_positions: 32
-n_embd: 16
-n_layer: 2
-n_head: 2
-""".lstrip()
-
-
 def test_a_newcomers_recipe_trains_by_its_path(scripts, corpus, tmp_path, monkeypatch):
-    """One file of at most 30 lines in a folder of one's own, which extends the base of a task: docs/your-own-data.md."""
-    assert len(MINE.splitlines()) <= 30
+    """The one of docs/your-own-data.md: a file of at most 30 lines in a folder of one's own, which extends a task's base."""
+    text = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / "your-own-data.md").read_text(), re.DOTALL)[1]
+    text += "batch_schedule: {kind: stages, sizes: [4, 8], boundaries: [0.5]}\nlr_scaling_rule: none\n"
+    assert len(text.splitlines()) <= 30
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.yaml").write_text(MINE)
+    (tmp_path / "mine" / "notes.yaml").write_text(text)
     (tmp_path / "notes.jsonl").write_bytes(corpus.read_bytes())
     fresh_accelerator()
-    scripts["pretrain_gpt2"].main(["--recipe", "mine/notes.yaml", "--output_dir", "run", "--speed", "safe"])
+    flags = "--output_dir run --speed safe --max_train_steps 3 --num_warmup_steps 1"
+    scripts["pretrain_gpt2"].main(["--recipe", "mine/notes.yaml", *flags.split()])
     assert [line["samples"] for line in metrics(tmp_path / "run")] == [4, 4, 8]
-    kept = load("run/recipe.yaml")
-    assert kept == dataclasses.replace(load("mine/notes.yaml"), name=kept.name)
-    assert (kept.source, kept.n_layer) == ("our own; the smallest numbers that train", 2)
+    kept, whole = load("run/recipe.yaml"), load("mine/notes.yaml")
+    assert kept.batch_schedule == whole.batch_schedule
+    assert (kept.n_layer, kept.tokenizer, whole.source) == (
+        2,
+        "byte_level_bpe",
+        "our own; the smallest numbers that train",
+    )
 
 
 def test_one_command_shows_every_field_of_a_recipe(tmp_path, monkeypatch, capsys):
