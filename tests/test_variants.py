@@ -106,6 +106,15 @@ def test_a_sentence_in_a_file_is_read_for_one_version(tmp_path):
     assert recipe.communication == old.communication
 
 
+def test_help_shows_the_sentence(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(
+        "extends: gpt2_small_cpu\ncommunication: {kind: top_k, share: 0.1, num_workers: 4}\n"
+    )
+    with pytest.raises(SystemExit):
+        run_settings.parse(["--recipe", str(tmp_path / "mine.yaml"), "--help"], "gpt2_pretraining", "")
+    assert "(recipe: top_k 0.1 of 4 workers)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_written_recipe_has_mappings(tmp_path):
     file = tmp_path / "mine.yaml"
     write_recipe(str(file), "gpt2_small_cpu", {"batch_schedule": "seesaw from 4", "lr_scaling_rule": "none", "seed": 7})

@@ -347,7 +347,8 @@ def _format_flag_value(value: Any) -> str:
         return " ".join(map(_format_flag_value, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str) and len(value) <= 60 else format_value(value).strip("'")
+    text = str(value)
+    return text if len(text) <= 60 else format_value(text).strip("'")
 
 
 def _from_words(value: str | list[str], hint: Any) -> Any:
