@@ -274,7 +274,7 @@ def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Reci
     if recipe.num_warmup_steps is not None and numbers.warmup_epochs is None:
         changes["num_warmup_steps"] = round(recipe.num_warmup_steps / kappa)
     changes["lr_first_step"] = round(recipe.lr_first_step / kappa)
-    values = recipes.overlay(dataclasses.asdict(recipe), changes)
+    values = recipes.overlay(vars(recipe), changes)
     values |= {
         "name": f"{recipe.name}_batch_{batch}",
         "source": f"{recipe.name}, its batch changed from {old_batch} by the gradient noise of {Path(folder).name}",

@@ -107,7 +107,7 @@ def make_model_workload(name: str, length: int, global_batch_size: int, changes:
 
 @functools.cache
 def _load_starting_values() -> dict[str, Any]:
-    return dataclasses.asdict(load(STARTING_RECIPE))
+    return dict(vars(load(STARTING_RECIPE)))
 
 
 def find_models(

@@ -227,7 +227,7 @@ def from_recipe(
         base_quantization=getattr(recipe, "base_quantization", None),
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
-        communication=recipe.exchange,
+        communication=recipe.communication,
     )
 
 

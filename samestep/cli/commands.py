@@ -35,6 +35,15 @@ COMMANDS = {
         ),
         examples="list\nlist bert wikipedia",
     ),
+    "show": Command(
+        answered_by="samestep.cli.catalog:show_recipe",
+        summary="show every field of a recipe, also those of the recipes that it extends",
+        description=(
+            "Shows a recipe of the catalog, or a file, whole: the value of every field, its own and those of the recipes that "
+            "it extends. What is printed is a recipe file, too."
+        ),
+        examples="show gpt2_xl_8xa100",
+    ),
     "plan": Command(
         answered_by="stepplan.cli.dispatch:plan",
         summary="plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",

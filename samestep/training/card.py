@@ -107,7 +107,7 @@ class Training:
             "seed": recipe.seed,
             "num_devices": self.accelerator.num_processes,
             "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
-            "total_train_batch_size": recipe.batch_schedule or self.layout.global_batch_size,
+            "total_train_batch_size": str(recipe.batch_schedule or "") or self.layout.global_batch_size,
             "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
             "max_grad_norm": recipe.max_grad_norm,
             "lr_scheduler_type": recipe.lr_scheduler_type,
@@ -118,7 +118,8 @@ class Training:
 
     def describe_communication(self) -> list[str]:
         """Say in a line what another algorithm than the exact step was, if one was."""
-        found, reduce_dtype, number = self.recipe.exchange, self.settings.reduce_dtype, self.accelerator.num_processes
+        found, number = self.recipe.communication, self.accelerator.num_processes
+        reduce_dtype = self.settings.reduce_dtype
         if found is None and reduce_dtype == "own":
             return []
         text = (

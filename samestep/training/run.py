@@ -34,7 +34,6 @@ from samestep.models import pretrained, small_model
 from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import rehearsal, run_settings
-from samestep.recipe.batch_schedule import parse
 from samestep.recipe.batch_size import Measurement
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.ramp import NoiseFollower
@@ -94,7 +93,7 @@ class Run:
         self._say(*notes)
         if self.settings.rehearse:
             self._rehearse_own_kind(argv, task, description)
-        exchange, mixed_precision = self.recipe.exchange, self.accelerator.mixed_precision
+        exchange, mixed_precision = self.recipe.communication, self.accelerator.mixed_precision
         if refusal := find_refusal(
             communication=exchange,
             mixed_precision=mixed_precision,
@@ -193,8 +192,8 @@ class Run:
         mixture = getattr(train, "mixture", ())
         num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
         self.follower: NoiseFollower | None = None
-        if recipe.batch_schedule is not None and (growth := parse(recipe.batch_schedule)).kind == "noise":
-            self.follower = NoiseFollower(growth, recipe.global_batch_size, self.start.growth)
+        if recipe.batch_schedule is not None and recipe.batch_schedule.kind == "noise":
+            self.follower = NoiseFollower(recipe.batch_schedule, recipe.global_batch_size, self.start.growth)
         self.order, self.num_steps, self.schedule = self._plan_steps(recipe, num_uses, mixture)
         if self.checkpoint is not None:
             self._check_earlier_steps(num_uses, mixture)
@@ -232,7 +231,7 @@ class Run:
             if getattr(recipe, name) != getattr(earlier, name)
         )
         numbers = (dataclasses.replace(each.scaled_hyperparameters(), learning_rate=0.0) for each in (recipe, earlier))
-        is_same, found = len(set(numbers)) == 1, recipe.exchange
+        is_same, found = len(set(numbers)) == 1, recipe.communication
         if found is not None and found.is_local and done == num_steps != self.num_steps and done % found.num_steps:
             raise UsageError(
                 f"checkpoint {self.checkpoint} is the end of a training of {num_steps} steps, at which workers exchanged "

@@ -15,9 +15,9 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
     ("samestep.contrib.replication.reduction:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
     (
         "samestep.contrib.communication.reductions:LocalSteps",
-        lambda recipe, settings: recipe.exchange is not None and recipe.exchange.is_local,
+        lambda recipe, settings: recipe.communication is not None and recipe.communication.is_local,
     ),
-    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.exchange is not None),
+    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.communication is not None),
     ("samestep.contrib.folding:Folding", lambda recipe, settings: recipe.accumulation == "optimizer"),
     ("samestep.training.reduction:ExactSums", lambda recipe, settings: settings.reproducible is not None),
     ("samestep.training.reduction:Reduction", lambda recipe, settings: True),

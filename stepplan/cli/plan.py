@@ -18,7 +18,7 @@ from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
 from samestep.recipe.reading import format_name
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import VARIANTS, Recipe
 from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
@@ -121,9 +121,7 @@ def answer_recipe(
     def make(more: Mapping[str, Any]) -> Workload:
         """Make the workload with more changes, which a recipe written before does not hold."""
         workload = from_recipe(
-            build(type(recipe), recipes.overlay(dataclasses.asdict(recipe), more), f"recipe {name}")
-            if more
-            else recipe,
+            build(type(recipe), recipes.overlay(vars(recipe), more), f"recipe {name}") if more else recipe,
             source=settings.write_recipe or name,
             changes=more if settings.write_recipe else {**changes, **more},
             attention=settings.attn_implementation,
@@ -171,6 +169,7 @@ def write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:
     if base.endswith((".yaml", ".yml")):
         base = os.path.relpath(base, Path(file).parent)
     values = {"extends": base} | {name: list(v) if isinstance(v, tuple) else v for name, v in changes.items()}
+    values |= {name: kind.read(values[name]).mapping for name, kind in VARIANTS.items() if values.get(name)}
     write_file("write_recipe", file, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 

@@ -32,7 +32,7 @@ class Exchanging(Unrepeatable):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.communication = self.recipe.exchange
+        self.communication = self.recipe.communication
         self.num_workers = self.communication.num_workers
         accelerator = self.accelerator
         self.own = find_own_workers(self.num_workers, accelerator.num_processes, accelerator.process_index)
