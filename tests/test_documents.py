@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data import documents, tables
-from samestep.data.documents import load_documents, split_documents, split_sentences
+from samestep.data import documents, row_report, tables
+from samestep.data.documents import load_rows, split_documents, split_sentences
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load as load_recipe
 
@@ -49,6 +49,10 @@ def write(path, texts, column="text"):
         lines = [json.dumps(row, ensure_ascii=False) for row in [*rows, {"id": 2, column: None}]]
         path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
+
+
+def load_documents(on_bad_row="refuse", **source):
+    return row_report.take_good([load_rows(**source)], on_bad_row)[0]
 
 
 def load(*files, **kwargs):
@@ -473,7 +477,7 @@ def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
 
 
 def test_the_hub_out_of_reach(tmp_path):
-    program = "from samestep.data.documents import load_documents as f; f(train_file=None, dataset_name='someone/text')"
+    program = "from samestep.data.documents import load_rows as f; f(train_file=None, dataset_name='someone/text')"
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path),

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import doctest_chats, documents, drawn_chats, row_forms, row_report
 from samestep.data.drawn_chats import SPLITS
-from samestep.data.labelled_texts import READERS, read_rows
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
 from samestep.errors import UsageError, nearest
@@ -133,7 +132,7 @@ def _report(entry: str, rows: Dataset, files: Sequence[str]) -> RowReport:
     read, bad, unused = rows.unique("columns"), find_problems(rows), count_unused(rows)
     named = dict.fromkeys(name for names in read for name in names.split(", ") if names)
     columns = [name for name in named if unused.get(name, 0) < len(rows) - len(bad)]
-    notes = documents.describe_sources(files, READERS) if files else []
+    notes = documents.describe_sources(files, documents.ROW_READERS) if files else []
     return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused, notes=notes)
 
 
@@ -151,14 +150,14 @@ def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:
 
 
 def _is_file(recipe: Any, entry: str) -> bool:
-    return bool(recipe.train_file) or Path(entry).suffix.lower() in READERS
+    return bool(recipe.train_file) or Path(entry).suffix.lower() in documents.ROW_READERS
 
 
 def _check_files_differ(entries: Sequence[str]) -> None:
     """Raise UsageError where two sources hold the same file."""
     owners: dict[str, str] = {}
     for entry in entries:
-        for file in documents.find_files([entry], READERS)[0]:
+        for file in documents.find_files([entry], documents.ROW_READERS)[0]:
             owner = owners.setdefault(os.path.realpath(file), entry)
             if owner != entry:
                 raise UsageError(
@@ -204,7 +203,7 @@ def name_sources(entries: Sequence[str]) -> list[str]:
     names: list[str] = []
     for entry in entries:
         parts = [part for part in Path(entry).parts if not glob.has_magic(part)] or [entry]
-        last = parts[-1] if Path(entry).suffix.lower() not in READERS else Path(parts[-1]).stem
+        last = parts[-1] if Path(entry).suffix.lower() not in documents.ROW_READERS else Path(parts[-1]).stem
         name = re.sub(r"[^\w.-]+", "_", last).strip("_") or "files"
         number = 1 + sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", other) is not None for other in names)
         names.append(name if number == 1 else f"{name}_{number}")
@@ -241,12 +240,12 @@ def load_rows(
         UsageError: a file that cannot be read, or holds no row.
     """
     options: dict[str, Any] = {"wants_pairs": wants_pairs, "train_on": train_on, "columns": dict(columns or {})}
-    files, keys = documents.find_files(train_file, READERS)
+    files, keys = documents.find_files(train_file, documents.ROW_READERS)
     if names is None:
         names = name_sources(train_file) if len(train_file) <= MAX_SOURCES else ["files"] * len(train_file)
     labels: dict[str, str] = {}
     for entry, name in zip(train_file, names, strict=True):
-        for file in documents.find_files([entry], READERS)[0]:
+        for file in documents.find_files([entry], documents.ROW_READERS)[0]:
             labels.setdefault(file, name)
     labelled = [(file, labels[file]) for file in files]
     key = (keys, labelled, options, _source())
@@ -342,16 +341,16 @@ def _make_row(
 
 def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str, str | None]]:
     """Read the rows of files, each with its source's name; a row with a fault has it in `problem`."""
-    reader, sources = RowReader(**options), dict(files)
-    for file, number, values in read_rows(list(sources)):
-        place = f"{file}:{number}"
-        if isinstance(values, BadRow):
-            row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
-        else:
-            is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-            row = reader.read(place, values if is_json else _without_none(values))
-        row["source"] = sources[file]
-        yield row
+    reader = RowReader(**options)
+    for file, source in files:
+        is_json = Path(file).suffix.lower() in (".json", ".jsonl")
+        for number, values in documents.read_rows(file):
+            place = f"{file}:{number}"
+            if isinstance(values, BadRow):
+                row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
+            else:
+                row = reader.read(place, values if is_json else _without_none(values))
+            yield row | {"source": source}
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,13 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_report
 from samestep.data.arrow import ListColumn
 from samestep.data.ragged import make_micro_batch
-from samestep.data.row_report import BadRow
 from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
-from samestep.errors import UsageError, nearest, reason
+from samestep.errors import UsageError, nearest
 from samestep.recipe.extras import optional
 from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step.losses import IGNORED
 
-datasets, pa, parquet = optional("datasets"), optional("pyarrow"), optional("pyarrow.parquet")
+datasets = optional("datasets")
 if TYPE_CHECKING:
     from datasets import ClassLabel, Dataset, Features, List, Value
 else:
@@ -113,7 +112,7 @@ class Columns:
         return text, pair, label if label in present else None
 
 
-def load_texts(
+def load_rows(
     *,
     train_file: Sequence[str] | None,
     dataset_name: str | None = None,
@@ -122,8 +121,7 @@ def load_texts(
     columns: Columns = Columns(),
     needs_label: bool = True,
     num_proc: int | None = None,
-    on_bad_row: str = "refuse",
-) -> Dataset:
+) -> row_report.Table:
     """Load labelled texts from exactly one of `train_file` and `dataset_name`.
 
     Args:
@@ -135,37 +133,19 @@ def load_texts(
         columns: their names.
         needs_label: False: a file of texts to predict may lack labels.
         num_proc: processes that read files.
-        on_bad_row: `refuse`, or `skip` rows that cannot be used.
 
     Returns:
-        A memory-mapped dataset with string columns `text`, `pair`, `label`, at least one row; without pairs or labels, these
-        columns hold None.
+        A memory-mapped dataset with string columns `text`, `pair`, `label` (without pairs or labels, these hold None), and what
+        is known of rows that cannot be used.
 
     Raises:
-        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there; rows
-            without text or label, all of which one message names.
+        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
     """
-    source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "split": split}
-    source |= {"dataset_config_name": dataset_config_name, "columns": columns}
-    return row_report.take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
-
-
-def _load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    columns: Columns = Columns(),
-    needs_label: bool = True,
-    num_proc: int | None = None,
-) -> row_report.Table:
-    """Load rows as `load_texts` does, and what is known of those that cannot be used."""
     if dataset_name == BUILTIN:
         rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
         return row_report.Table(rows, row_report.Notes())
     if train_file:
-        files, keys = documents.find_files(train_file, READERS)
+        files, keys = documents.find_files(train_file, documents.ROW_READERS)
         options = {"columns": columns, "needs_label": needs_label}
         rows = documents.cache_rows(
             _read,
@@ -205,7 +185,7 @@ def _load_rows(
     return row_report.Table(row_report.select_good(rows).select_columns(list(PARTS_OF_ROW)), notes)
 
 
-def _make_row(values: tuple[Any, Any, Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
+def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
     """Make a row of `FEATURES` of the values of text, pair and label. Raises UsageError where they cannot be used.
 
     Args:
@@ -271,7 +251,7 @@ class LabelledTexts:
     """The samples of a dataset of labelled texts.
 
     Args:
-        rows: columns `text`, `pair`, `label`, as `load_texts` returns them.
+        rows: columns `text`, `pair`, `label`, as `load_rows` returns them.
         tokenizer: with [CLS], [SEP] and [PAD].
         max_seq_length: tokens per sample at most; longer ones are cut at their end, of a pair the longer text.
         classes: names of the classes, in the order of their numbers; None: labels are numbers.
@@ -431,11 +411,11 @@ def build(
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
     source: dict[str, Any] = {"columns": columns, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    tables = [_load_rows(train_file=recipe.train_file, **hub, **source)]
+    tables = [load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        tables.append(_load_rows(train_file=recipe.validation_file, **source))
+        tables.append(load_rows(train_file=recipe.validation_file, **source))
     elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
-        tables.append(_load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
+        tables.append(load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
     rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
     if others:
@@ -456,30 +436,17 @@ def build(
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
-    parts = [train, rest] if rest is not None else [train]
     names = ["train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"]
-    names += (
-        ["validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"] if others else []
-    )
-    num_cut = [part.num_cut for part in parts] if others else [sum(part.num_cut for part in parts)]
-    for table, name, cut, files in zip(
-        tables, names, num_cut, (recipe.train_file, recipe.validation_file), strict=False
-    ):
-        report = row_report.RowReport(
-            name,
-            num_read=table.num_read,
-            num_used=len(table.rows),
-            num_cut=cut,
-            num_held_out=0 if others else num_rows - len(rows),
-            bad=table.notes.problems,
-            columns=table.notes.columns,
-            unused=table.notes.unused,
-            notes=[
-                *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
-                *(documents.describe_sources(files, READERS) if files else []),
-            ],
-        )
-        train.row_reports.append(report)
+    names.append("validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}")
+    num_cut = [part.num_cut for part in (train, rest) if part is not None]
+    if not others:
+        num_cut = [sum(num_cut)]
+    files = recipe.train_file, recipe.validation_file
+    for table, name, cut, patterns in zip(tables, names, num_cut, files, strict=False):
+        notes = train.describe_labels(recipe.metrics) if table is tables[0] else []
+        notes += documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
+        num_held_out = num_rows - len(rows)  # none of separate ones
+        train.row_reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 
@@ -491,7 +458,7 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
         UsageError: files that cannot be read.
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, None)
-    rows = load_texts(train_file=files, columns=columns, needs_label=False)
+    (rows,) = row_report.take_good([load_rows(train_file=files, columns=columns, needs_label=False)])
     rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(rows.features)
     settings: dict[str, Any] = {"max_seq_length": train.max_length, "classes": train.classes}
     return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
@@ -632,70 +599,17 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
     Raises:
         UsageError: a fault that is not one row's.
     """
+
+    def find(place: str, present: list[str], _: bool) -> tuple[str | None, ...]:
+        return columns.find(place, present, needs_label)
+
+    def make(values: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
+        return _make_row([None if name is None else values[name] for name in names], names, needs_label)
+
     for file in files:
-        names: Any = None
         notes = row_report.Notes()
-        shapes = row_report.Shapes()  # names of the columns of a row
-        for _, number, values in read_rows([file]):
-            place = f"{file}:{number}"
-            try:
-                if isinstance(values, BadRow):
-                    raise UsageError(values)
-                if names is None or not all(name in values for name in names if name is not None):
-                    names = columns.find(place, list(values), needs_label)
-                shapes.count(tuple(values))
-                row = _make_row(tuple(None if name is None else values[name] for name in names), names, needs_label)
-            except UsageError as error:
-                if names is None and not isinstance(values, BadRow):
-                    raise
-                notes.problems.append(row_report.Problem(place, row_report.strip_place(error, place)))
-            else:
-                yield row
-        if names is not None:
-            notes.columns = [name for name in names if name is not None]
-            for shape, count in shapes.read():
-                notes.unused.update({name: count for name in shape if name not in names})
+        yield from row_report.read_noted(file, documents.read_rows(file), find, make, notes)
         yield from notes.write(FEATURES)
-
-
-def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
-    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time; a fault is a `BadRow`.
-
-    Raises:
-        UsageError: a file that cannot be read, or that holds no row; it names the file.
-    """
-    for file in files:
-        number = 0
-        try:
-            read: Any = READERS[Path(file).suffix.lower()]
-            for number, values in read(file):
-                yield file, number, values
-        except UsageError:
-            raise
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
-            raise UsageError(
-                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out"
-            ) from error
-        if not number:
-            raise UsageError(f"data file {file} holds no row: leave it out")
-
-
-def _parquet_rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with parquet.ParquetFile(file) as table:
-        number = 0
-        for batch in table.iter_batches(batch_size=1000):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-
-
-READERS = {
-    ".csv": documents.read_delimited,
-    ".tsv": functools.partial(documents.read_delimited, delimiter="\t"),
-    ".jsonl": documents.read_json_lines,
-    ".json": documents.read_json_lines,
-    ".parquet": _parquet_rows,
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

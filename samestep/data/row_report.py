@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -271,6 +271,53 @@ class Table(NamedTuple):
         """Number of rows that were read."""
         return len(self.rows) + len(self.notes.problems) + self.notes.num_blank
 
+    def report(self, source: str, **more: Any) -> RowReport:
+        """Report on the rows; `more` are further fields of `RowReport`."""
+        notes = self.notes
+        more |= {"bad": notes.problems, "columns": notes.columns, "unused": notes.unused}
+        return RowReport(source, self.num_read, len(self.rows), **more)
+
+
+def read_noted(
+    file: str,
+    rows: Iterable[tuple[int, Any]],
+    find: Callable[[str, list[str], bool], tuple[str | None, ...]],
+    make: Callable[[Mapping[str, Any], Any], dict[str, Any] | None],
+    notes: Notes,
+) -> Iterator[dict[str, Any]]:
+    """Make rows of a table of those of a file, one at a time; what is known of the others goes into the notes.
+
+    Args:
+        rows: numbers and columns of rows, or a `BadRow` in place of the columns.
+        find: finds the columns that are read (None: such a row has none) from the place of a row, the names of its columns, and
+            whether no other row was read before; its UsageError about the first row is one about the file.
+        make: makes the row of the columns and the names that `find` found; None: the row has no visible character. Raises
+            UsageError where it cannot.
+    """
+    names: tuple[str | None, ...] | None = None
+    shapes = Shapes()
+    for number, values in rows:
+        place = f"{file}:{number}"
+        try:
+            if isinstance(values, BadRow):
+                raise UsageError(values)
+            if names is None or not all(name in values for name in names if name is not None):
+                names = find(place, list(values), names is None)
+            shapes.count(tuple(values))
+            row = make(values, names)
+        except UsageError as error:
+            if names is None and not isinstance(values, BadRow):
+                raise
+            notes.problems.append(Problem(place, strip_place(error, place)))
+            continue
+        if row is None:
+            notes.add_blank(place)
+        else:
+            yield row
+    notes.columns = [name for name in names or () if name is not None]
+    for shape, count in shapes.read():
+        notes.unused.update(dict.fromkeys((name for name in shape if name not in notes.columns), count))
+
 
 def split_notes(rows: "Dataset") -> Table:
     """Split a cached table, whose column `text` is null in no other row, into rows and what `Notes.write` wrote."""
@@ -289,7 +336,7 @@ def split_notes(rows: "Dataset") -> Table:
     return Table(datasets.concatenate_datasets(parts) if parts else rows.select([]), notes)
 
 
-def take_good(tables: Sequence[Table], on_bad_row: str) -> list["Dataset"]:
+def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list["Dataset"]:
     """Return the rows that can be used.
 
     Args:
