@@ -8,7 +8,6 @@ own lengths, and lie end to end in a micro-batch: nothing is padded.
 import csv
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 import sys
@@ -22,11 +21,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_report
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import hash_modules, hash_parts, map_once
 from samestep.data.ragged import make_micro_batch
-from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
+from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError, nearest
 from samestep.recipe.extras import optional
 from samestep.recipe.tasks.text_classification import TextClassification
@@ -142,7 +140,7 @@ def load_rows(
         UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
     """
     if dataset_name == BUILTIN:
-        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, hash_modules(__name__)))
         return row_report.Table(rows, row_report.Notes())
     if train_file:
         files, keys = documents.find_files(train_file, documents.ROW_READERS)
@@ -150,7 +148,7 @@ def load_rows(
         rows = documents.cache_rows(
             _read,
             FEATURES,
-            key=(keys, options, _source()),
+            key=(keys, options, hash_modules(__name__)),
             num_proc=min(num_proc or 1, len(files)),
             files=files,
             **options,
@@ -247,7 +245,7 @@ class Text:
         return len(self.tokens)
 
 
-class LabelledTexts:
+class LabelledTexts(TokenizedTexts):
     """The samples of a dataset of labelled texts.
 
     Args:
@@ -272,24 +270,14 @@ class LabelledTexts:
         num_proc: int | None = None,
         description: str = "texts",
     ):
-        self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
-        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
+        self.rows, self.classes = rows, classes
         self.labels = _numbers(_labels(rows), classes, description)
-        self.row_reports: list[row_report.RowReport] = []
-        table = rows.map(
-            _tokenize,
-            batched=True,
-            remove_columns=rows.column_names,
-            features=Features({"tokens": List(Value("int32")), "first": Value("int32"), "is_cut": Value("bool")}),
-            fn_kwargs={"tokenizer": tokenizer, "max_seq_length": max_seq_length},
-            num_proc=num_proc,
-            desc=f"Tokenizing {description}",
-            new_fingerprint=_hash(rows_fingerprint(rows), fingerprint(tokenizer), max_seq_length, _source()),
-        )
-        self.tokens = ListColumn(table, "tokens")
+        features = Features({"tokens": List(Value("int32")), "first": Value("int32"), "is_cut": Value("bool")})
+        key = fingerprint(tokenizer), max_seq_length, hash_modules(__name__)
+        arguments = {"tokenizer": tokenizer, "max_seq_length": max_seq_length}
+        table = map_once(rows, _tokenize, key, description, num_proc, fn_kwargs=arguments, features=features)
         texts = rows.select_columns([name for name in PARTS_OF_ROW[:2] if name in rows.column_names])
-        unknown = describe_unknown(self.tokens, texts, tokenizer, description)
-        self.notes = [unknown] if unknown else []
+        super().__init__(table, texts, tokenizer, max_seq_length, description)
         self.first = table.data.column("first").to_numpy().astype(np.int64)
         self.num_cut = int(np.sum(table.data.column("is_cut").to_numpy()))
 
@@ -301,11 +289,6 @@ class LabelledTexts:
         kind = "numbers" if self.classes is None else f"{len(self.classes)} classes"
         cut = f", {self.num_cut:,} cut off after {self.max_length}" if self.num_cut else ""
         return f"{len(self):,} texts of {kind} ({self.num_tokens:,} tokens{cut})"
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, with [CLS] and [SEP]."""
-        return self.tokens.num_values
 
     def write(self, path: Path, logits: np.ndarray) -> None:
         """Write a csv file of predictions in the order of the texts.
@@ -360,8 +343,8 @@ class LabelledTexts:
         labels = self.labels.tobytes() if self.classes is None else repr([self.classes, self.labels.tolist()])
         return {
             "tokenizer": fingerprint(self.tokenizer),
-            "texts": _hash(self.tokens.digest(), self.first.tobytes()),
-            "labels": _hash(labels),
+            "texts": hash_parts(self.tokens.digest(), self.first.tobytes()),
+            "labels": hash_parts(labels),
         }
 
     def draw(self, epoch: int, sample_id: int) -> Text:
@@ -423,16 +406,14 @@ def build(
     else:
         rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
     classes = find_classes(_labels(rows), recipe.num_labels)
-    name = recipe.tokenizer_name or recipe.model_name_or_path
-    if name is None:
+
+    def train_tokenizer() -> PreTrainedTokenizerBase:
         texts = rows.select_columns("text")
         pairs = rows.filter(lambda pair: pair is not None, input_columns="pair").select_columns("pair")
         all_texts = datasets.concatenate_datasets([texts, pairs.rename_column("pair", "text")]) if len(pairs) else texts
-        tokenizer = train_wordpiece(all_texts, recipe.vocab_size, recipe.do_lower_case)
-    else:
-        tokenizer = load_tokenizer(
-            name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=recipe.model_name_or_path is not None
-        )
+        return train_wordpiece(all_texts, recipe.vocab_size, recipe.do_lower_case)
+
+    tokenizer = choose_tokenizer(recipe, train_tokenizer, REQUIRED_TOKENS, "BERT")
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
@@ -578,15 +559,6 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_se
         "first": [kinds.count(0) for kinds in encoding["token_type_ids"]],
         "is_cut": [len(full) > max_seq_length for full in whole],
     }
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _source() -> str:
-    """Hash this file, so that cached rows are made anew when it changes."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

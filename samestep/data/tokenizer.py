@@ -1,4 +1,4 @@
-"""Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded."""
+"""Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded; and what they make of texts."""
 
 import hashlib
 import itertools
@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -15,8 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import ListColumn, hash_parts
+from samestep.data.row_report import RowReport
 from samestep.errors import UsageError, explain_unwritable, reason
+from samestep.printing import format_count
 from samestep.recipe.extras import optional
 from samestep.recipe.reading import check_model_folder, format_name
 
@@ -32,6 +34,68 @@ BLOCK, MAX_BLOCKS = 10**5, 200  # tokens that are counted at once, and how many 
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+class TokenizedTexts:
+    """Texts as tokens, in a memory-mapped file: what the samples of several tasks have in common.
+
+    Args:
+        table: one row per text, column `tokens`.
+        texts: columns of texts, from which examples of unknown words come.
+        tokenizer: of the tokens.
+        max_length: tokens of a sample at most.
+        description: names the texts in messages.
+
+    Attributes:
+        notes: lines on the texts for people.
+        row_reports: what became of the rows of each source; empty until they are set.
+
+    Raises:
+        UsageError: all of the tokens are unknown.
+    """
+
+    def __init__(
+        self, table: Dataset, texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, description: str
+    ):
+        tokenizer.model_max_length = max_length  # saved with it: a pipeline truncates to that
+        self.tokenizer, self.max_length, self.description = tokenizer, max_length, description
+        self.tokens = ListColumn(table, "tokens")
+        unknown = describe_unknown(self.tokens, texts, tokenizer, description)
+        self.notes = [unknown] if unknown else []
+        self.row_reports: list[RowReport] = []
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Say how many samples there are, and of how much text."""
+        return f"{len(self):,} samples of {format_count(self.num_documents, 'document')} ({self.num_tokens:,} tokens)"
+
+    @property
+    def num_documents(self) -> int:
+        """Number of texts."""
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all texts, with the special ones that are kept with them."""
+        return self.tokens.num_values
+
+
+def choose_tokenizer(
+    recipe: Any, train: Callable[[], PreTrainedTokenizerBase], required_tokens: Sequence[str], example: str
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a recipe names, or that of its model's folder; train one if it names none.
+
+    Args:
+        train: trains one.
+        required_tokens, example: see `load_tokenizer`.
+    """
+    weights = getattr(recipe, "model_name_or_path", None)
+    name = recipe.tokenizer_name or weights
+    if name is None:
+        return train()
+    return load_tokenizer(name, recipe.vocab_size, required_tokens, example, is_required=weights is not None)
 
 
 def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
@@ -95,8 +159,8 @@ def _train_once(
     Raises:
         UsageError: the entries that the tokenizer cannot do without are more than `vocab_size`.
     """
-    key = repr((rows_fingerprint(documents), vocab_size, *settings, tokenizers.__version__))
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
+    key = hash_parts(rows_fingerprint(documents), vocab_size, *settings, tokenizers.__version__)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / key
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         train(documents["text"]).save_pretrained(partial)
