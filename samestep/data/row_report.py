@@ -239,27 +239,6 @@ class Notes:
             yield empty | {"text": json.dumps(vars(self))}
 
 
-class Shapes:
-    """Counts rows by the names of their columns, of which nearly all neighbours have the same."""
-
-    def __init__(self) -> None:
-        self.names: Any = None
-        self.num_rows = 0
-        self.counts: Counter[Any] = Counter()
-
-    def count(self, names: tuple[str, ...] | None) -> None:
-        """Count a row."""
-        if names != self.names:
-            self.counts[self.names] += self.num_rows
-            self.names, self.num_rows = names, 0
-        self.num_rows += 1
-
-    def read(self) -> list[tuple[Any, int]]:
-        """Return the names of each shape, and the number of its rows."""
-        counts = self.counts + Counter({self.names: self.num_rows})
-        return [(names, count) for names, count in counts.items() if count]
-
-
 class Table(NamedTuple):
     """Rows of a source that can be used, and what is known of the others."""
 
@@ -295,7 +274,7 @@ def read_noted(
             UsageError where it cannot.
     """
     names: tuple[str | None, ...] | None = None
-    shapes = Shapes()
+    shapes: Counter[tuple[str, ...]] = Counter()  # names of the columns of a row -> such rows
     for number, values in rows:
         place = f"{file}:{number}"
         try:
@@ -303,7 +282,7 @@ def read_noted(
                 raise UsageError(values)
             if names is None or not all(name in values for name in names if name is not None):
                 names = find(place, list(values), names is None)
-            shapes.count(tuple(values))
+            shapes[tuple(values)] += 1
             row = make(values, names)
         except UsageError as error:
             if names is None and not isinstance(values, BadRow):
@@ -315,7 +294,7 @@ def read_noted(
         else:
             yield row
     notes.columns = [name for name in names or () if name is not None]
-    for shape, count in shapes.read():
+    for shape, count in shapes.items():
         notes.unused.update(dict.fromkeys((name for name in shape if name not in notes.columns), count))
 
 
