@@ -44,29 +44,13 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 CONTROL_TOKEN = re.compile(r"<[|｜][^\s<>|｜]+[|｜]?>|<[^\s<>|｜/]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]")
 """Control token in the text of a template."""
 
-CHAT_TEMPLATE = (
-    "{%- if tools %}{{ '<|im_start|>tools' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}"
-    "{{ '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
-    "{%- for call in message['tool_calls'] or [] %}"
-    "{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}{%- endfor %}"
-    "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{%- else %}{{ message['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""Template of tokenizers that are trained here: ChatML, with markers."""
-TULU_TEMPLATE = (
-    "{{- bos_token or '' }}{%- for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{{- '' if loop.last else '\\n' }}"
-    "{%- else %}{{ message['content'] + '\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{%- endif %}"
-)
-"""Template for base models, whose vocabulary has no control tokens: roles are text (Tulu, arXiv 2306.04751), with markers."""
-TEMPLATES = {"chatml": CHAT_TEMPLATE, "tulu": TULU_TEMPLATE}
-"""Name of a chat template that `chat_template` may give instead of a file."""
-
+FOLDER = Path(__file__).parent / "templates"
+TEMPLATES = {
+    name: (FOLDER / f"{name}.jinja").read_text(encoding="utf-8").replace("\n", "") for name in ("chatml", "tulu")
+}
+"""Name of a chat template that `chat_template` may give instead of a file -> the template, with markers: `chatml` is that
+of tokenizers that are trained here; `tulu` (arXiv 2306.04751) is for base models, without control tokens: roles are text."""
+CHAT_TEMPLATE = TEMPLATES["chatml"]
 
 CLOCK, NEVER = "strftime_now", "1970-01-01"
 """What a template calls to read the clock; what it reads if it does so by another name."""
@@ -98,27 +82,24 @@ class UnclearCallError(UsageError):
     """A call of a tool whose arguments are a text that is no object."""
 
 
-class Renderer:
-    """Turns rows into tokens, and finds those that are trained.
+class ChatTemplate:
+    """A tokenizer and its chat template, which is asked what it writes for turns.
 
     Args:
         tokenizer: with an eos_token; with a chat template for rows with turns.
-        train_on: see `Conversations`.
-        has_turns: whether rows have turns; else texts.
+        has_turns: whether rows have turns; else texts, and the template is not asked.
         date: what a template reads from the clock, in ISO's format; None: today.
 
     Attributes:
         date: what the template reads from the clock; None: it does not read it.
-        is_rewritten: whether the last row holds answers before which the model saw other turns than the whole has.
 
     Raises:
         UsageError: no chat template where rows have turns, or one that is not Jinja.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, has_turns: bool, date: str | None = None):
-        self.tokenizer, self.train_on, self.has_turns = tokenizer, train_on, has_turns
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, has_turns: bool, date: str | None = None):
+        self.tokenizer, self.has_turns = tokenizer, has_turns
         self.date: str | None = None
-        self.is_rewritten = False
         self.openings: dict[str, list[str]] = {}  # of each template that was asked for them
         self.call_forms: dict[str, CallForm] = {}
         self.special_ids = set(tokenizer.all_special_ids) | {
@@ -163,6 +144,141 @@ class Renderer:
     def find_template(self, tools: list | None) -> str:
         """Find the template that is used with these tools."""
         return self.tokenizer.get_chat_template(None, tools)
+
+    def _make_request(
+        self, turns: list[dict], tools: list[dict] | None, parts: list[Part], has_markers: bool = False
+    ) -> Request:
+        if any(None in turn.values() for turn in turns):
+            turns = [
+                {
+                    key: value
+                    for key, value in turn.items()
+                    if value is not None or (key == "content" and "tool_calls" in turn)
+                }
+                for turn in turns
+            ]
+        return Request(
+            self.find_template(tools), self.token_texts, turns, tools, parts, has_markers, self.date or NEVER
+        )
+
+    def _render(self, request: Request) -> Iterator[Rendering]:
+        try:
+            yield from PROCESS.take(request)
+        except TemplateRefusal as error:
+            raise UsageError(
+                f"the chat template refuses it ({error}): mend the row, or give another template, --chat_template FILE"
+            ) from None
+
+    def _render_whole(self, turns: list[dict], tools: list[dict] | None) -> str:
+        return next(self._render(self._make_request(turns, tools, [Part(len(turns))]))).text
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _find_openings(self, tools: list[dict] | None) -> list[str]:
+        """Find what a template may write for a turn of the assistant before the part that the model writes, the longest first.
+
+        It is what the model is given to answer, or the part of it with which turns in the middle begin: templates of models
+        that think may give `<think>` as well.
+        """
+        template = self.find_template(tools)
+        if template not in self.openings:
+            turns = [
+                {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "axby", strict=True)
+            ]
+            request = self._make_request(turns, tools, [Part(4), Part(1), Part(1, begins_answer=True)])
+            self.openings[template] = []
+            with contextlib.suppress(TemplateRefusal):
+                whole, alone, asked = PROCESS.take(request)
+                spans = {number: whole.text[start:end] for start, end, number in whole.spans}
+                end = max((end for _, end, _ in alone.spans), default=0)
+                if spans.keys() == {0, 1, 2, 3} and asked.text[:end] == alone.text[:end]:
+                    opening = asked.text[end:]
+                    shared = _find_beginning(opening, spans[1], spans[3])
+                    self.openings[template] = [text for text in dict.fromkeys((opening, shared)) if text or not opening]
+        return self.openings[template]
+
+    def _write_calls(self, turns: list[dict], tools: list[dict] | None) -> list[dict]:
+        """Write calls of tools as the template takes them, whether their arguments are objects or JSON text.
+
+        Raises:
+            UnclearCallError: a text is no object, where the template takes objects.
+        """
+        if not any(turn.get("tool_calls") for turn in turns):
+            return turns
+        form, written = self._find_call_form(tools), []
+        for number, turn in enumerate(turns, start=1):
+            if calls := turn.get("tool_calls"):
+                turn = turn | {"tool_calls": [_write_call(number, call, form.takes_text) for call in calls]}
+                if not turn.get("content"):
+                    turn = {key: value for key, value in turn.items() if key != "content"} | form.no_content
+            written.append(turn)
+        return written
+
+    def _find_call_form(self, tools: list[dict] | None) -> "CallForm":
+        """Find the form in which a template takes calls: the first in which it writes one as it is."""
+        template = self.find_template(tools)
+        if template not in self.call_forms:
+            self.call_forms[template] = next(filter(lambda form: self._takes(form, tools), CALL_FORMS), CALL_FORMS[0])
+        return self.call_forms[template]
+
+    def _takes(self, form: "CallForm", tools: list[dict] | None) -> bool:
+        """Tell whether a template writes a call in this form as it is: not as text within text, nor as Python writes it."""
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [_write_call(2, CALL, form.takes_text)], **form.no_content},
+            {"role": "tool", "name": CALL["function"]["name"], "tool_call_id": CALL["id"], "content": "17"},
+            {"role": "assistant", "content": "b"},
+        ]
+        try:
+            text = next(PROCESS.take(self._make_request(turns, tools, [Part(4)]))).text
+        except TemplateRefusal:
+            return False
+        ((key, value),) = CALL["function"]["arguments"].items()
+        unwanted = f"'{key}'", f'\\"{key}', "None", "undefined"
+        return all(word in text for word in (CALL["function"]["name"], key, value)) and not any(
+            word in text for word in unwanted
+        )
+
+    def _find_end_of_turn(self, tokens: list[int]) -> int | None:
+        """Find the place of the last token that can end a turn, if nothing but white space follows it."""
+        for place in range(len(tokens) - 1, -1, -1):
+            if tokens[place] in self.closing_ids:
+                return place
+            if self.tokenizer.decode(tokens[place]).strip():
+                return None
+        return None
+
+    def encode_question(self, turns: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of turns, and of the beginning of the answer to the last one."""
+        part = Part(len(turns), begins_answer=True)
+        return self._encode(next(self._render(self._make_request(turns, None, [part]))).text)
+
+    def find_end_token(self) -> str | None:
+        """Find the special token with which the template ends a turn of the assistant; None: it has none."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        request = self._make_request(turns, None, [Part(2)])
+        (whole,) = self._render(request)
+        end_of_turn = max((end for _, end, turn in whole.spans if turn == 1), default=len(whole.text))
+        tokens = self._encode(whole.text)
+        end = self._find_end_of_turn(self._encode(whole.text[:end_of_turn])) or self._find_end_of_turn(tokens)
+        return None if end is None else self.tokenizer.convert_ids_to_tokens(tokens[end])
+
+
+class Renderer(ChatTemplate):
+    """Turns rows into tokens, and finds those that are trained.
+
+    Args:
+        tokenizer, has_turns, date: see `ChatTemplate`.
+        train_on: see `Conversations`.
+
+    Attributes:
+        is_rewritten: whether the last row holds answers before which the model saw other turns than the whole has.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, has_turns: bool, date: str | None = None):
+        super().__init__(tokenizer, has_turns, date)
+        self.train_on, self.is_rewritten = train_on, False
 
     @property
     def rule(self) -> str:
@@ -253,36 +369,6 @@ class Renderer:
             answers = [place for place, turn in enumerate(turns) if place >= first and turn["role"] == "assistant"]
             parts += [Part(place, begins_answer=True) for place in answers if place]  # no turn is before the first
         return self._make_request(turns, tools, parts, has_markers)
-
-    def _make_request(
-        self, turns: list[dict], tools: list[dict] | None, parts: list[Part], has_markers: bool = False
-    ) -> Request:
-        if any(None in turn.values() for turn in turns):
-            turns = [
-                {
-                    key: value
-                    for key, value in turn.items()
-                    if value is not None or (key == "content" and "tool_calls" in turn)
-                }
-                for turn in turns
-            ]
-        return Request(
-            self.find_template(tools), self.token_texts, turns, tools, parts, has_markers, self.date or NEVER
-        )
-
-    def _render(self, request: Request) -> Iterator[Rendering]:
-        try:
-            yield from PROCESS.take(request)
-        except TemplateRefusal as error:
-            raise UsageError(
-                f"the chat template refuses it ({error}): mend the row, or give another template, --chat_template FILE"
-            ) from None
-
-    def _render_whole(self, turns: list[dict], tools: list[dict] | None) -> str:
-        return next(self._render(self._make_request(turns, tools, [Part(len(turns))]))).text
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _find_marked(
         self, turns: list[dict], tools: list[dict] | None, first: int, whole: Rendering, renderings: Iterator[Rendering]
@@ -419,71 +505,6 @@ class Renderer:
                 break
         return len(given)
 
-    def _find_openings(self, tools: list[dict] | None) -> list[str]:
-        """Find what a template may write for a turn of the assistant before the part that the model writes, the longest first.
-
-        It is what the model is given to answer, or the part of it with which turns in the middle begin: templates of models
-        that think may give `<think>` as well.
-        """
-        template = self.find_template(tools)
-        if template not in self.openings:
-            turns = [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "axby", strict=True)
-            ]
-            request = self._make_request(turns, tools, [Part(4), Part(1), Part(1, begins_answer=True)])
-            self.openings[template] = []
-            with contextlib.suppress(TemplateRefusal):
-                whole, alone, asked = PROCESS.take(request)
-                spans = {number: whole.text[start:end] for start, end, number in whole.spans}
-                end = max((end for _, end, _ in alone.spans), default=0)
-                if spans.keys() == {0, 1, 2, 3} and asked.text[:end] == alone.text[:end]:
-                    opening = asked.text[end:]
-                    shared = _find_beginning(opening, spans[1], spans[3])
-                    self.openings[template] = [text for text in dict.fromkeys((opening, shared)) if text or not opening]
-        return self.openings[template]
-
-    def _write_calls(self, turns: list[dict], tools: list[dict] | None) -> list[dict]:
-        """Write calls of tools as the template takes them, whether their arguments are objects or JSON text.
-
-        Raises:
-            UnclearCallError: a text is no object, where the template takes objects.
-        """
-        if not any(turn.get("tool_calls") for turn in turns):
-            return turns
-        form, written = self._find_call_form(tools), []
-        for number, turn in enumerate(turns, start=1):
-            if calls := turn.get("tool_calls"):
-                turn = turn | {"tool_calls": [_write_call(number, call, form.takes_text) for call in calls]}
-                if not turn.get("content"):
-                    turn = {key: value for key, value in turn.items() if key != "content"} | form.no_content
-            written.append(turn)
-        return written
-
-    def _find_call_form(self, tools: list[dict] | None) -> "CallForm":
-        """Find the form in which a template takes calls: the first in which it writes one as it is."""
-        template = self.find_template(tools)
-        if template not in self.call_forms:
-            self.call_forms[template] = next(filter(lambda form: self._takes(form, tools), CALL_FORMS), CALL_FORMS[0])
-        return self.call_forms[template]
-
-    def _takes(self, form: "CallForm", tools: list[dict] | None) -> bool:
-        """Tell whether a template writes a call in this form as it is: not as text within text, nor as Python writes it."""
-        turns: list[dict[str, Any]] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "tool_calls": [_write_call(2, CALL, form.takes_text)], **form.no_content},
-            {"role": "tool", "name": CALL["function"]["name"], "tool_call_id": CALL["id"], "content": "17"},
-            {"role": "assistant", "content": "b"},
-        ]
-        try:
-            text = next(PROCESS.take(self._make_request(turns, tools, [Part(4)]))).text
-        except TemplateRefusal:
-            return False
-        ((key, value),) = CALL["function"]["arguments"].items()
-        unwanted = f"'{key}'", f'\\"{key}', "None", "undefined"
-        return all(word in text for word in (CALL["function"]["name"], key, value)) and not any(
-            word in text for word in unwanted
-        )
-
     def _refuse_beginning(
         self, turns: list[dict], tools: list[dict] | None, tokens: list[int], before: list[int] | None = None
     ) -> NoReturn:
@@ -513,30 +534,6 @@ class Renderer:
             "trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
             + others
         )
-
-    def _find_end_of_turn(self, tokens: list[int]) -> int | None:
-        """Find the place of the last token that can end a turn, if nothing but white space follows it."""
-        for place in range(len(tokens) - 1, -1, -1):
-            if tokens[place] in self.closing_ids:
-                return place
-            if self.tokenizer.decode(tokens[place]).strip():
-                return None
-        return None
-
-    def encode_question(self, turns: list[dict[str, Any]]) -> list[int]:
-        """Return the tokens of turns, and of the beginning of the answer to the last one."""
-        part = Part(len(turns), begins_answer=True)
-        return self._encode(next(self._render(self._make_request(turns, None, [part]))).text)
-
-    def find_end_token(self) -> str | None:
-        """Find the special token with which the template ends a turn of the assistant; None: it has none."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        request = self._make_request(turns, None, [Part(2)])
-        (whole,) = self._render(request)
-        end_of_turn = max((end for _, end, turn in whole.spans if turn == 1), default=len(whole.text))
-        tokens = self._encode(whole.text)
-        end = self._find_end_of_turn(self._encode(whole.text[:end_of_turn])) or self._find_end_of_turn(tokens)
-        return None if end is None else self.tokenizer.convert_ids_to_tokens(tokens[end])
 
     def find_stop(self, tokens: np.ndarray, is_trained: np.ndarray) -> int:
         """Return the id of the stop token that ends a sequence and is trained, or -1."""
@@ -765,13 +762,10 @@ def _read_template(file: str) -> str:
 def _join_texts(row: dict[str, str]) -> dict[str, str]:
     """Join all that a tokenizer should know of a row."""
     values = json.loads(row["row"])
-    parts = [values["prompt"] or "", *values["answers"]]
-    texts = [
-        part if isinstance(part, str) else f"{part['role']}\n{part.get('content', '')}" for part in _flatten(parts)
-    ]
-    return {"text": "\n".join(texts)}
-
-
-def _flatten(parts: Sequence[Any]) -> Iterator[Any]:
-    for part in parts:
-        yield from part if isinstance(part, list) else [part]
+    parts = [part if isinstance(part, list) else [part] for part in (values["prompt"] or "", *values["answers"])]
+    return {
+        "text": "\n".join(
+            part if isinstance(part, str) else f"{part['role']}\n{part.get('content', '')}"
+            for part in itertools.chain(*parts)
+        )
+    }
