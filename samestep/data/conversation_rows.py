@@ -5,18 +5,17 @@ fault is a row, too, with its column `problem`.
 """
 
 import glob
-import hashlib
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import doctest_chats, documents, drawn_chats, row_forms, row_report
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.drawn_chats import SPLITS
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
@@ -37,6 +36,8 @@ BUILTIN = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: 
 """Name of data that need no download -> whether its rows are pairs."""
 
 
+READING = (__name__, row_forms.__name__, row_report.__name__)
+"""Modules that read rows: what they have cached is made anew when they change."""
 MAX_SOURCES = 20
 """Entries of train_file at most that are told apart where no weights are given: more are files that a shell found."""
 
@@ -88,7 +89,9 @@ def load_sources(recipe: Any) -> list[Source]:
     else:
         _check_files_differ([entry for entry in entries if _is_file(recipe, entry)])
         loaded = {
-            entry: _load_source(recipe, entry, name, options)
+            entry: load_rows([entry], names=[name], **options)
+            if _is_file(recipe, entry)
+            else _load_dataset(entry, recipe.dataset_config_name, name, **options)
             for entry, name in zip(entries, name_sources(entries), strict=True)
             if entry not in builtins
         }
@@ -163,13 +166,6 @@ def _check_files_differ(entries: Sequence[str]) -> None:
                 raise UsageError(
                     f"{file} is in two sources, {owner} and {entry}: name it once, and give it the sum of the weights"
                 )
-
-
-def _load_source(recipe: Any, entry: str, name: str, options: Mapping[str, Any]) -> Dataset:
-    """Load one source, whose name in metrics is `name`; `options` are those of `load_rows`."""
-    if _is_file(recipe, entry):
-        return load_rows([entry], names=[name], **options)
-    return _load_dataset(entry, recipe.dataset_config_name, name, **options)
 
 
 def _load_builtin_source(recipe: Any, entry: str, wants_pairs: bool) -> Source:
@@ -248,7 +244,7 @@ def load_rows(
         for file in documents.find_files([entry], documents.ROW_READERS)[0]:
             labels.setdefault(file, name)
     labelled = [(file, labels[file]) for file in files]
-    key = (keys, labelled, options, _source())
+    key = (keys, labelled, options, hash_modules(*READING))
     return documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options)
 
 
@@ -271,13 +267,13 @@ def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -
     def read(values: dict[str, Any], number: int) -> dict[str, str | None]:
         return reader.read(f"dataset_name {name!r}, row {number}", _without_none(values)) | {"source": source}
 
-    key = repr((rows_fingerprint(dataset), entry, source, sorted(options.items()), _source()))
+    key = hash_parts(rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
     return dataset.map(
         read,
         with_indices=True,
         remove_columns=dataset.column_names,
         features=FEATURES,
-        new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:16],
+        new_fingerprint=key,
     )
 
 
@@ -301,13 +297,13 @@ def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, w
     if name == DOCTESTS:
         if config is not None:
             raise UsageError(f"dataset_name {name} has no configuration, but {config} was given: leave it out")
-        key = (sys.version, split, _hash_file(doctest_chats), _source())
+        key = (sys.version, split, hash_modules(doctest_chats.__name__), hash_modules(*READING))
         return documents.cache_rows(_doctest_rows, FEATURES, key=key, split=split)
     if num_samples is None:
         field = "num_train_samples" if split == "train" else "num_validation_samples"
         raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
     drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
-    draws = (name, num_samples, drawn, _hash_file(drawn_chats), _source())
+    draws = (name, num_samples, drawn, hash_modules(drawn_chats.__name__), hash_modules(*READING))
     return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
 
 
@@ -367,12 +363,3 @@ def _strip_none(value: Any) -> Any:
 def has_turns(rows: Dataset) -> bool:
     """Tell whether rows have turns; else they have texts."""
     return isinstance(json.loads(rows[0]["row"])["prompt"], list)
-
-
-def _hash_file(module: ModuleType) -> str:
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
-
-
-def _source() -> str:
-    """Hash what reads rows, so that cached rows are read anew when it changes."""
-    return "".join(_hash_file(module)[:16] for module in (sys.modules[__name__], row_forms, row_report))

@@ -613,10 +613,8 @@ def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     try:
         text = data.decode().removeprefix("\ufeff").rstrip()
     except UnicodeDecodeError as error:  # behind what `read_lines` has met
-        raise UsageError(
-            f"{file}: not UTF-8 at byte offset {error.start} (0x{data[error.start]:02x}). Convert it: iconv -f ENCODING -t "
-            "UTF-8"
-        ) from None
+        where = f"byte offset {error.start} (0x{data[error.start]:02x})"
+        raise UsageError(f"{file}: not UTF-8 at {where}. Convert it: iconv -f ENCODING -t UTF-8") from None
     del data
     is_one_line = "\n" not in text
     decoder, space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")

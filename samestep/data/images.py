@@ -29,6 +29,7 @@ from transformers import BaseImageProcessor
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
+from samestep.data.arrow import hash_parts
 from samestep.data.documents import load_hub
 from samestep.data.row_report import Problem, RowReport
 from samestep.errors import RunError, UsageError, is_utf8
@@ -461,7 +462,7 @@ class Digits:
         return f"image {row}"
 
     def digest(self, rows: np.ndarray) -> str:
-        return _hash(self.images[rows].tobytes(), self.labels[rows].tobytes())
+        return hash_parts(self.images[rows].tobytes(), self.labels[rows].tobytes())
 
 
 class Files:
@@ -569,7 +570,7 @@ class Files:
 
     def digest(self, rows: np.ndarray) -> str:
         lines = (f"{self.names[row]}\0{self.sizes[row]}\0{self.labels[row]}" for row in rows.tolist())
-        return _hash("\n".join(lines).encode(errors="surrogateescape"))
+        return hash_parts("\n".join(lines).encode(errors="surrogateescape"))
 
     @property
     def place(self) -> str:
@@ -632,7 +633,7 @@ class Rows:
     def digest(self, rows: np.ndarray) -> str:
         """Return 16 hex digits of a SHA-256 of all labels and of about 1,000 images."""
         selected_rows = rows[:: max(1, len(rows) // 1000)].tolist()
-        return _hash(
+        return hash_parts(
             rows.tobytes(),
             self.labels[rows].tobytes(),
             *(hashlib.sha256(self._bytes(row)).digest() for row in selected_rows),
@@ -732,26 +733,18 @@ def _list_notes(image: Image.Image) -> list[str]:
 
 def _find_cache_file(store: Any) -> Path:
     """Return the path of the file that keeps results of verified images, by this version of Pillow."""
-    return Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{_hash(store.place, PIL.__version__)}.json"
+    return (
+        Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{hash_parts(store.place, PIL.__version__)}.json"
+    )
 
 
 def _load_results(file: Path) -> dict[str, list]:
     """Load results of verified images: name -> [mark, reason or None, notes]."""
     try:
-        results = json.loads(read_text(file, str(file), MAX_RESULTS))
-    except (ValueError, RecursionError):  # none, or damaged: the images are verified again
+        results = json.loads(read_text(file, str(file), MAX_RESULTS)).items()
+        return {name: [str(mark), fault and str(fault), [*map(str, notes)]] for name, (mark, fault, notes) in results}
+    except (ValueError, TypeError, AttributeError, RecursionError):  # none, or damaged: the images are verified again
         return {}
-    if not isinstance(results, dict):
-        return {}
-    return {name: result for name, result in results.items() if _is_result(result)}
-
-
-def _is_result(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    mark, fault, notes = value
-    is_list = isinstance(notes, list) and all(isinstance(note, str) for note in notes)
-    return isinstance(mark, str) and (fault is None or isinstance(fault, str)) and is_list
 
 
 def _save_results(file: Path, results: dict[str, list]) -> None:
@@ -784,7 +777,3 @@ def _abbreviate(names: Sequence[str]) -> str:
     """List the first names, and how many more there are."""
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

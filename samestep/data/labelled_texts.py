@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -300,22 +300,24 @@ class LabelledTexts(TokenizedTexts):
             path: where the file goes.
             logits: floating [samples, classes]; [samples, 1] when labels are numbers.
         """
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            is_pair = self.rows[0]["pair"] is not None
-            texts = ["text", "pair"] if is_pair else ["text"]
-            if self.classes is None:
-                writer.writerow(["prediction", *texts])
-                for value, row in zip(logits[:, 0], self.rows, strict=True):
-                    writer.writerow([f"{value:.6g}", *(row[name] for name in texts)])
-                return
+        names = ["text", "pair"] if self.rows[0]["pair"] is not None else ["text"]
+        columns: dict[str, Iterable[Any]] = {name: self.rows[name] for name in names}
+        if self.classes is None:
+            columns = {"prediction": (f"{value:.6g}" for value in logits[:, 0])} | columns
+        else:
             probabilities = np.exp(logits - logits.max(-1, keepdims=True))
             probabilities /= probabilities.sum(-1, keepdims=True)
-            writer.writerow(["prediction", "probability", *texts, *(f"probability_{name}" for name in self.classes)])
-            for values, row in zip(probabilities, self.rows, strict=True):
-                numbers = [f"{value:.6g}" for value in values]
-                place = values.argmax()
-                writer.writerow([self.classes[place], numbers[place], *(row[name] for name in texts), *numbers])
+            chosen = {
+                "prediction": (self.classes[place] for place in probabilities.argmax(-1)),
+                "probability": (f"{value:.6g}" for value in probabilities.max(-1)),
+            }
+            columns = chosen | columns
+            for name, values in zip(self.classes, probabilities.T, strict=True):
+                columns[f"probability_{name}"] = (f"{value:.6g}" for value in values)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
 
     def describe_labels(self, metrics: Sequence[str]) -> list[str]:
         """Say what the labels are taken for, and which of the metrics do not fit them, in lines."""

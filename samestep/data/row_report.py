@@ -185,7 +185,7 @@ def find_problems(rows: "Dataset") -> list[Problem]:
     """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
     table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
     table = table.filter(compute.is_valid(table["problem"]))
-    return [Problem(*pair) for pair in zip(*(table[name].to_pylist() for name in ("place", "problem")), strict=True)]
+    return [Problem(row["place"], row["problem"]) for row in table.to_pylist()]
 
 
 @dataclasses.dataclass

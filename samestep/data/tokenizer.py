@@ -109,9 +109,7 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
         vocab_size: entries at most.
         do_lower_case: lower-case and strip accents.
     """
-    return _train_once(
-        "wordpiece", documents, lambda texts: _wordpiece(texts, vocab_size, do_lower_case), vocab_size, do_lower_case
-    )
+    return _train_once("wordpiece", documents, _wordpiece, vocab_size, do_lower_case)
 
 
 def train_byte_level_bpe(
@@ -133,9 +131,7 @@ def train_byte_level_bpe(
             f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {min_size} or more"
         )
     settings = (splits_digits,) if splits_digits else ()
-    return _train_once(
-        "byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size, *settings), vocab_size, *settings
-    )
+    return _train_once("byte_level_bpe", documents, _byte_level_bpe, vocab_size, *settings)
 
 
 def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -144,17 +140,17 @@ def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizer
     The vocabulary is <|endoftext|>, <|unknown|> for characters that the documents lack, and the documents' most frequent
     `vocab_size` - 2 characters.
     """
-    return _train_once("characters", documents, lambda texts: _characters(texts, vocab_size), vocab_size)
+    return _train_once("characters", documents, _characters, vocab_size)
 
 
 def _train_once(
     kind: str,
     documents: Dataset,
-    train: Callable[[Iterable[str]], PreTrainedTokenizerBase],
+    train: Callable[..., PreTrainedTokenizerBase],
     vocab_size: int,
     *settings: object,
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on the documents by `train`, unless the cache has it.
+    """Train a tokenizer by `train` (texts, vocab_size, *settings), unless the cache has it.
 
     Raises:
         UsageError: the entries that the tokenizer cannot do without are more than `vocab_size`.
@@ -163,7 +159,7 @@ def _train_once(
     folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / key
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        train(documents["text"]).save_pretrained(partial)
+        train(documents["text"], vocab_size, *settings).save_pretrained(partial)
         try:
             partial.rename(folder)
         except OSError:  # another run was first, with the same result
