@@ -66,11 +66,7 @@ def load_sources(recipe: Any) -> list[Source]:
     Raises:
         UsageError: data that cannot be used; sources of turns beside sources of texts; a file in two sources.
     """
-    options = {
-        "wants_pairs": recipe.objective != "sft",
-        "train_on": recipe.train_on,
-        "columns": recipe.column_names,
-    }
+    options = {"wants_pairs": recipe.objective != "sft", "train_on": recipe.train_on, "columns": recipe.column_names}
     if (not recipe.train_file) == (not recipe.dataset_name):
         raise UsageError(
             f"give exactly one of train_file and dataset_name, not {'both' if recipe.train_file else 'neither'}; "
@@ -269,11 +265,7 @@ def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -
 
     key = hash_parts(rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
     return dataset.map(
-        read,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=FEATURES,
-        new_fingerprint=key,
+        read, with_indices=True, remove_columns=dataset.column_names, features=FEATURES, new_fingerprint=key
     )
 
 

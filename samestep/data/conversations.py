@@ -417,16 +417,11 @@ def _printable(text: str) -> str:
 def build(
     recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse", date: str | None = None
 ) -> tuple[Conversations, Conversations | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
+    """Build the recipe's training and held-out samples, see `samestep.data`.
 
     Args:
-        recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
-        num_workers: processes that tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
+        recipe: of the task causal_lm_finetuning.
         date: what a template reads from the clock, in ISO's format; None: today.
-
-    Raises:
-        UsageError: data, tokenizer or template that cannot be used.
     """
     try_template(recipe)
     sources = load_sources(recipe)
@@ -673,9 +668,8 @@ def _read_ahead(texts: Sequence[str], renderer: Renderer) -> Iterator[tuple[int,
     for place, text in enumerate(texts):
         row = json.loads(text)
         prompt = row["prompt"]
-        size += len(text) * (
-            len(prompt) + 1 if isinstance(prompt, list) else 1
-        )  # each turn's beginning may be rendered
+        # Each turn's beginning may be rendered
+        size += len(text) * (len(prompt) + 1 if isinstance(prompt, list) else 1)
         if renderer.train_on == "assistant" and row.get("trains_prompt"):
             row["prompt"], row["answers"] = [], [prompt + answer for answer in row["answers"]]
         rows.append(row)

@@ -383,12 +383,7 @@ class LabelledTexts(TokenizedTexts):
 def build(
     recipe: TextClassification, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[LabelledTexts, LabelledTexts | None]:
-    """Build the recipe's training and held-out texts; None when nothing is held out.
-
-    Args:
-        recipe: gives the data, the tokenizer and the length.
-        num_proc: processes that read and tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
+    """Build the recipe's training and held-out texts, see `samestep.data`.
 
     Raises:
         UsageError: data or tokenizer that cannot be used, a single class, another number of classes than num_labels.

@@ -223,22 +223,10 @@ class SentencePairs(TokenizedTexts):
 def build(
     recipe: BertPretraining | ModernBertPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[SentencePairs, SentencePairs | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
-
-    Args:
-        recipe: gives the data, the tokenizer and the lengths.
-        num_proc: processes that read and tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
-
-    Raises:
-        UsageError: data or tokenizer that cannot be used.
-    """
+    """Build the recipe's training and held-out samples, see `samestep.data`."""
     documents, held_out, reports = load_split(recipe, num_proc, on_bad_row)
     tokenizer = choose_tokenizer(
-        recipe,
-        lambda: train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case),
-        REQUIRED_TOKENS,
-        "BERT",
+        recipe, lambda: train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case), REQUIRED_TOKENS, "BERT"
     )
     train = SentencePairs(documents, tokenizer, recipe, num_proc=num_proc, description="training documents")
     rest = None

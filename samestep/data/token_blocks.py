@@ -228,16 +228,7 @@ def _cut(seed: int, num_tokens: int, epoch: int) -> int:
 def build(
     recipe: CausalPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[TokenBlocks, TokenBlocks | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
-
-    Args:
-        recipe: gives the data, the tokenizer and the length.
-        num_proc: processes that read and tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
-
-    Raises:
-        UsageError: data or tokenizer that cannot be used.
-    """
+    """Build the recipe's training and held-out samples, see `samestep.data`."""
     documents, held_out, reports = load_split(recipe, num_proc, on_bad_row)
     train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}
     tokenizer = choose_tokenizer(

@@ -144,11 +144,7 @@ def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizer
 
 
 def _train_once(
-    kind: str,
-    documents: Dataset,
-    train: Callable[..., PreTrainedTokenizerBase],
-    vocab_size: int,
-    *settings: object,
+    kind: str, documents: Dataset, train: Callable[..., PreTrainedTokenizerBase], vocab_size: int, *settings: object
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer by `train` (texts, vocab_size, *settings), unless the cache has it.
 
