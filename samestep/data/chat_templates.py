@@ -24,6 +24,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data.conversation_rows import has_turns
 from samestep.data.documents import shorten
+from samestep.data.row_forms import find_beginning
 from samestep.data.template_process import PROCESS, Part, Rendering, Request, TemplateLimitError, TemplateRefusal
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
@@ -54,6 +55,8 @@ CHAT_TEMPLATE = TEMPLATES["chatml"]
 
 CLOCK, NEVER = "strftime_now", "1970-01-01"
 """What a template calls to read the clock; what it reads if it does so by another name."""
+SHORTEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+"""A conversation to try templates with."""
 CALL: dict[str, Any] = {
     "id": "call00001",
     "type": "function",
@@ -119,7 +122,7 @@ class ChatTemplate:
         if CLOCK in json.dumps(self.template):  # of several templates any
             self.date = date or datetime.date.today().isoformat()
         try:
-            next(PROCESS.take(self._make_request([{"role": "user", "content": "a"}], None, [Part(1)])))
+            next(PROCESS.take(self._make_request(SHORTEST[:1], None, [Part(1)])))
         except (TemplateRefusal, ValueError) as error:  # ValueError: several templates, none the default
             if isinstance(error, TemplateLimitError):
                 raise
@@ -129,17 +132,10 @@ class ChatTemplate:
                 ) from None
         added = set(tokenizer.added_tokens_decoder) - self.special_ids
         if added:  # one may end every turn, although it is not special
-            tokens = self._encode_shortest_answer()
-            last = next((token for token in reversed(tokens) if tokenizer.decode([token]).strip()), None)
-            self.closing_ids |= added & {last}
-
-    def _encode_shortest_answer(self) -> list[int]:
-        """Encode a conversation of two turns; the template may refuse it."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            return self._encode(self._render_whole(turns, None))
-        except UsageError:
-            return []
+            with contextlib.suppress(UsageError):  # the template may refuse them
+                tokens = self._encode(self._render_whole(SHORTEST, None))
+                last = next((token for token in reversed(tokens) if tokenizer.decode([token]).strip()), None)
+                self.closing_ids |= added & {last}
 
     def find_template(self, tools: list | None) -> str:
         """Find the template that is used with these tools."""
@@ -194,7 +190,7 @@ class ChatTemplate:
                 end = max((end for _, end, _ in alone.spans), default=0)
                 if spans.keys() == {0, 1, 2, 3} and asked.text[:end] == alone.text[:end]:
                     opening = asked.text[end:]
-                    shared = _find_beginning(opening, spans[1], spans[3])
+                    shared = "".join(find_beginning(opening, spans[1], spans[3]))
                     self.openings[template] = [text for text in dict.fromkeys((opening, shared)) if text or not opening]
         return self.openings[template]
 
@@ -256,9 +252,7 @@ class ChatTemplate:
 
     def find_end_token(self) -> str | None:
         """Find the special token with which the template ends a turn of the assistant; None: it has none."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        request = self._make_request(turns, None, [Part(2)])
-        (whole,) = self._render(request)
+        (whole,) = self._render(self._make_request(SHORTEST, None, [Part(2)]))
         end_of_turn = max((end for _, end, turn in whole.spans if turn == 1), default=len(whole.text))
         tokens = self._encode(whole.text)
         end = self._find_end_of_turn(self._encode(whole.text[:end_of_turn])) or self._find_end_of_turn(tokens)
@@ -320,10 +314,7 @@ class Renderer(ChatTemplate):
         sequences = [encode((prompt or "") + answer) for answer in answers]
         before = encode(prompt) if prompt else []
         if prompt is None:
-            before = [
-                first
-                for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*sequences, strict=False))
-            ]
+            before = find_beginning(*sequences)
         for tokens in sequences:
             if tokens[: len(before)] != before:
                 raise UsageError(
@@ -338,16 +329,14 @@ class Renderer(ChatTemplate):
     ) -> tuple[list[int], np.ndarray]:
         self.is_rewritten = False
         request = self._plan(prompt, answer, tools)
-        turns, first, has_markers = request.turns, len(prompt), request.has_markers
         whole, *others = self._render(request)  # all of them, before any other is asked for
-        renderings = iter(others)
-        _check_nothing_is_lost(turns, tools, whole.text)
-        if has_markers:
-            return self._find_marked(turns, tools, first, whole, renderings)
+        _check_nothing_is_lost(request.turns, tools, whole.text)
+        if request.has_markers:
+            return self._find_marked(request, len(prompt), whole, others)
         tokens = self._encode(whole.text)
         if self.train_on == "all":
             return tokens, np.ones(len(tokens), bool)
-        return tokens, self._find_answers(turns, tools, whole, tokens, first, renderings)
+        return tokens, self._find_answers(request, len(prompt), whole, others, tokens)
 
     def ask(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Ask ahead for what `render` will need for rows, which it then gets without waiting."""
@@ -371,20 +360,20 @@ class Renderer(ChatTemplate):
         return self._make_request(turns, tools, parts, has_markers)
 
     def _find_marked(
-        self, turns: list[dict], tools: list[dict] | None, first: int, whole: Rendering, renderings: Iterator[Rendering]
+        self, request: Request, first: int, whole: Rendering, others: Sequence[Rendering]
     ) -> tuple[list[int], np.ndarray]:
         """Find the tokens, and those inside of the template's markers, of the turns from number `first` on.
 
         Args:
-            turns, tools: of the conversation.
+            request: for the conversation.
             first: number of a turn.
-            whole: the conversation.
-            renderings: where `first` is not 0, the beginning up to it.
+            whole, others: the conversation and, where `first` is not 0, the beginning up to it, rendered.
         """
+        turns = request.turns
         encoding = self.tokenizer(whole.text, add_special_tokens=False, verbose=False)
         tokens = encoding["input_ids"]
         mask = np.zeros(len(tokens), bool)
-        openings = [opening for opening in self._find_openings(tools) if opening]
+        openings = [opening for opening in self._find_openings(request.tools) if opening]
         for start, end in whole.spans:  # as apply_chat_template does with return_assistant_tokens_mask
             # Some markers begin before what the model is given to answer, which it never has to write
             start += next((len(text) for text in openings if whole.text.startswith(text, start, end)), 0)
@@ -395,7 +384,7 @@ class Renderer(ChatTemplate):
         is_assistant = np.array([turn["role"] == "assistant" for turn in turns])
         num_answers = _count_runs(is_assistant & (np.arange(len(turns)) >= first))
         if first:
-            before = self._encode(next(renderings).text)
+            before = self._encode(others[0].text)
             starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # of each run of marked tokens
             is_one_run_per_turn = (
                 len(starts) == _count_runs(is_assistant) and not is_assistant[first - 1 : first + 1].all()
@@ -405,7 +394,7 @@ class Renderer(ChatTemplate):
             elif is_one_run_per_turn:
                 mask[: starts[-num_answers]] = False
             else:
-                self._refuse_beginning(turns[:first], tools, tokens, before)
+                self._refuse_beginning(request, first, tokens, before)
         num_marked = _count_runs(mask)
         if 0 < num_marked < num_answers:
             raise UsageError(
@@ -424,22 +413,17 @@ class Renderer(ChatTemplate):
         return tokens, mask
 
     def _find_answers(
-        self,
-        turns: list[dict],
-        tools: list[dict] | None,
-        whole: Rendering,
-        tokens: list[int],
-        first: int,
-        renderings: Iterator[Rendering],
+        self, request: Request, first: int, whole: Rendering, others: Sequence[Rendering], tokens: list[int]
     ) -> np.ndarray:
         """Find the tokens of the assistant's turns from number `first` on.
 
         Args:
-            turns, tools: of the conversation.
-            whole, tokens: all of it.
+            request: for the conversation.
             first: number of a turn.
-            renderings: for each of these turns the beginning up to it.
+            whole, others: the conversation and, for each of these turns, the beginning up to it, rendered.
+            tokens: of the conversation.
         """
+        turns, tools, renderings = request.turns, request.tools, iter(others)
         mask, spans = np.zeros(len(tokens), bool), _find_spans(turns, whole)
         for number, turn in enumerate(turns):
             if number < first or turn["role"] != "assistant":
@@ -449,7 +433,7 @@ class Renderer(ChatTemplate):
             start = self._find_start(number, tools, whole.text, before, span)
             begun = self._encode(whole.text[:start] if start is not None else before or "")
             if start is None or tokens[: len(begun)] != begun:
-                self._refuse_beginning(turns[:number], tools, tokens, begun)
+                self._refuse_beginning(request, number, tokens, begun)
             if span is not None:
                 text = whole.text[: span[1]]
             else:  # then what follows must change nothing
@@ -459,7 +443,7 @@ class Renderer(ChatTemplate):
             if end is None and (text := text.rstrip()):  # white space may be one token with that of the next turn
                 end = self._find_end(tokens, len(begun), self._encode(text), may_stop)
             if end is None:
-                self._refuse_beginning(turns[: number + 1], tools, tokens)
+                self._refuse_beginning(request, number + 1, tokens)
             mask[len(begun) : end] = True
         return mask
 
@@ -506,22 +490,21 @@ class Renderer(ChatTemplate):
         return len(given)
 
     def _refuse_beginning(
-        self, turns: list[dict], tools: list[dict] | None, tokens: list[int], before: list[int] | None = None
+        self, request: Request, num_turns: int, tokens: list[int], before: list[int] | None = None
     ) -> NoReturn:
-        """Raise UsageError for turns that are rendered otherwise when others follow.
+        """Raise UsageError for the first turns of a conversation, which are rendered otherwise when others follow.
 
         Args:
-            turns, tools: as they are rendered.
             tokens: of the whole conversation.
-            before: tokens of `turns` and of the beginning of an answer; None: the fault is not there.
+            before: tokens of these turns and of the beginning of an answer; None: the fault is not there.
         """
         others = ", or set train_on to completions" if self.train_on == "assistant" else ""
-        if not turns:
+        if not num_turns:
             raise UsageError(
                 "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
                 "give one, --chat_template FILE, or leave out the turn"
             )
-        alone = self._encode(self._render_whole(turns, tools))
+        alone = self._encode(self._render_whole(request.turns[:num_turns], request.tools))
         if before is not None and tokens[: len(alone)] == alone:
             begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
             raise UsageError(
@@ -530,7 +513,7 @@ class Renderer(ChatTemplate):
                 "--chat_template FILE"
             )
         raise UsageError(
-            f"the chat template renders the beginning, up to turn {len(turns)}, otherwise when more turns follow, so that the "
+            f"the chat template renders the beginning, up to turn {num_turns}, otherwise when more turns follow, so that the "
             "trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
             + others
         )
@@ -595,16 +578,6 @@ def _find_spans(turns: list[dict], whole: Rendering) -> dict[int, tuple[int, int
         elif len(own) == 1 and _find_answer(turn).strip() in whole.text[slice(*own[0])]:
             spans[number] = own[0]
     return spans
-
-
-def _find_beginning(*texts: str) -> str:
-    """Find what all texts begin with.
-
-    >>> _find_beginning("<a>b", "<a>c", "<a>")
-    '<a>'
-    """
-    letters = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
-    return "".join(letter for letter, *_ in letters)
 
 
 def _find_answer(turn: Mapping[str, Any]) -> str:
@@ -728,9 +701,8 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
 def try_template(recipe: Any) -> None:
     """Refuse a template file that is missing, or takes too much for the shortest conversation, before data are read."""
     if recipe.chat_template is not None:
-        turns = [{"role": "user", "content": "a"}]
         with naming_template(recipe), contextlib.suppress(TemplateRefusal):  # which `Renderer` reports
-            next(PROCESS.take(Request(_read_template(recipe.chat_template), {}, turns, None, [Part(1)])))
+            next(PROCESS.take(Request(_read_template(recipe.chat_template), {}, SHORTEST[:1], None, [Part(1)])))
 
 
 @contextlib.contextmanager

@@ -19,20 +19,10 @@ from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.recipe.tasks.causal_lm_finetuning import COLUMNS, UNUSED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_NAMES = {role: role for role in ROLES} | {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-}
+ROLE_NAMES = {role: role for role in ROLES} | {"human": "user"}
+ROLE_NAMES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
+ROLE_NAMES |= dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool")
+ROLE_NAMES |= dict.fromkeys(("function_call", "tool_call"), "function_call")
 """Name of a role in files, ShareGPT's among them -> its name here; `function_call`: a call of a tool, in JSON."""
 TURNS, PAIR = COLUMNS["turns"], COLUMNS["pair"]
 QUESTIONS, CONTEXTS = COLUMNS["question"], COLUMNS["context"]
@@ -488,10 +478,7 @@ class RowReader:
             if all(begins):
                 answers = [answer[len(question) :] for answer in answers]
         if question is None:
-            shared = [
-                first
-                for first, _ in itertools.takewhile(lambda turns: turns[0] == turns[1], zip(*answers, strict=False))
-            ]
+            shared = find_beginning(*answers)
             if len(shared) == min(map(len, answers)):
                 if answers[0] == answers[1]:
                     raise UsageError("chosen and rejected are equal: leave out the row")
@@ -580,6 +567,16 @@ def _refuse_columns(
         f"its columns are {list_names(present)}, must be {rule}{hint}: name those that are called otherwise, --columns "
         f"{target}={shorten(name)}"
     )
+
+
+def find_beginning(*parts: Sequence[Any]) -> list[Any]:
+    """Find the elements with which all parts begin.
+
+    >>> find_beginning("<a>b", "<a>c", "<a>")
+    ['<', 'a', '>']
+    """
+    same = itertools.takewhile(lambda each: all(one == each[0] for one in each), zip(*parts, strict=False))
+    return [first for first, *_ in same]
 
 
 _write_unused = functools.lru_cache(1000)(write_unused)
