@@ -8,7 +8,6 @@ which this cannot be found is refused.
 
 import contextlib
 import datetime
-import hashlib
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ import numpy as np
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.conversation_rows import has_turns
 from samestep.data.documents import shorten
 from samestep.data.row_forms import find_beginning
@@ -684,7 +684,7 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
         _join_texts,
         remove_columns=rows.column_names,
         features=Features({"text": Value("string")}),
-        new_fingerprint=hashlib.sha256(Path(__file__).read_bytes() + rows_fingerprint(rows).encode()).hexdigest()[:16],
+        new_fingerprint=hash_parts(hash_modules(__name__), rows_fingerprint(rows)),
     )
     tokenizer = train_byte_level_bpe(texts, vocab_size - len(control_tokens), splits_digits=True)
     tokenizer.add_tokens(

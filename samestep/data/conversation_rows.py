@@ -289,13 +289,13 @@ def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, w
     if name == DOCTESTS:
         if config is not None:
             raise UsageError(f"dataset_name {name} has no configuration, but {config} was given: leave it out")
-        key = (sys.version, split, hash_modules(doctest_chats.__name__), hash_modules(*READING))
+        key = (sys.version, split, hash_modules(doctest_chats.__name__, *READING))
         return documents.cache_rows(_doctest_rows, FEATURES, key=key, split=split)
     if num_samples is None:
         field = "num_train_samples" if split == "train" else "num_validation_samples"
         raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
     drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
-    draws = (name, num_samples, drawn, hash_modules(drawn_chats.__name__), hash_modules(*READING))
+    draws = (name, num_samples, drawn, hash_modules(drawn_chats.__name__, *READING))
     return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
 
 

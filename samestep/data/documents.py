@@ -2,7 +2,6 @@
 
 import ast
 import glob
-import hashlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from samestep.data import row_report, tables
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
@@ -291,8 +291,7 @@ def cache_rows(
             its workers wrap it.
     """
     require("text", "training on texts")
-    modules = b"".join(Path(file).read_bytes() for file in (__file__, tables.__file__))
-    fingerprint = hashlib.sha256(modules + repr(key).encode()).hexdigest()[:16]
+    fingerprint = hash_parts(hash_modules(__name__, tables.__name__, row_report.__name__), key)
     try:
         return Dataset.from_generator(
             generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
