@@ -130,8 +130,10 @@ class Steps(Dataset):
         deals_whole: cut the step as for one process, and deal the micro-batches to the processes: so the micro-batches do not
             depend on the number of processes.
         noise_scale_steps: every so many steps, the noise of the gradient is measured; None: never.
+
+    Attributes:
         workers: parts of the step that this process computes, one after the other, where a step is cut for workers, of which
-            the layout has the number (`recipe.communication`); empty: the part of its own number.
+            the layout has the number (`recipe.communication`); empty, unless it is set: the part of its own number.
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -148,7 +150,6 @@ class Steps(Dataset):
         same_num_micro_batches: bool = False,
         deals_whole: bool = False,
         noise_scale_steps: int | None = None,
-        workers: Sequence[int] = (),
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -156,12 +157,10 @@ class Steps(Dataset):
                 "or more"
             )
         self.source, self.order, self.layout = source, order, layout
-        self.process_index, self.max_tokens, self.same_num_micro_batches = (
-            process_index,
-            max_tokens,
-            same_num_micro_batches,
-        )
-        self.deals_whole, self.noise_scale_steps, self.workers = deals_whole, noise_scale_steps, workers
+        self.process_index, self.max_tokens = process_index, max_tokens
+        self.same_num_micro_batches, self.deals_whole = same_num_micro_batches, deals_whole
+        self.noise_scale_steps = noise_scale_steps
+        self.workers: Sequence[int] = ()
 
     def __getitem__(self, step: int) -> StepData:
         source: Any = self.source  # one with a mixture counts samples by source, too
@@ -297,13 +296,8 @@ class Steps(Dataset):
 
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
         """Change the caps by which steps are cut from now on."""
-        layout = self.layout
         self.max_tokens = max_tokens
-        self.layout = solve_layout(
-            num_processes=layout.num_processes,
-            global_batch_size=layout.global_batch_size,
-            per_device_train_batch_size=per_device_train_batch_size,
-        )
+        self._solve(self.layout.num_processes, per_device_train_batch_size)
 
     def set_process(self, process_index: int, num_processes: int) -> None:
         """Cut steps for another number of processes from now on: k changes, and the caps stay.
@@ -312,12 +306,15 @@ class Steps(Dataset):
             process_index: number of this process among them.
             num_processes: N.
         """
-        layout = self.layout
         self.process_index = process_index
+        self._solve(num_processes, self.layout.per_device_train_batch_size)
+
+    def _solve(self, num_processes: int, cap: int) -> None:
+        """Cut steps for so many processes, and micro-batches of so many samples at most, from now on."""
         self.layout = solve_layout(
             num_processes=num_processes,
-            global_batch_size=layout.global_batch_size,
-            per_device_train_batch_size=layout.per_device_train_batch_size,
+            global_batch_size=self.layout.global_batch_size,
+            per_device_train_batch_size=cap,
         )
 
     def halve(self, step: int) -> bool:

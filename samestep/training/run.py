@@ -361,8 +361,8 @@ class Run:
             same_num_micro_batches=launch.waits_in_forward(accelerator, model),
             deals_whole=self.reduction.is_exact,
             noise_scale_steps=settings.noise_scale_steps,
-            workers=self.reduction.own,
         )
+        cut.workers = self.reduction.own
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, fingerprints)
             self.reduction.load(self.checkpoint)
