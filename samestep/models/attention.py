@@ -313,8 +313,8 @@ def attend(
         else:
             if num_repeats > 1:
                 keys, values = (x.repeat_interleave(num_repeats, 1) for x in (keys, values))
-            options = {"dropout_p": layer.rate, "is_causal": layer.is_causal and mask is None, "scale": layer.scaling}
-            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
+            sees_back = layer.is_causal and mask is None
+            y = F.scaled_dot_product_attention(queries, keys, values, mask, layer.rate, sees_back, scale=layer.scaling)
         outputs.append(y)
     return from_tables(outputs, query_tables, len(q)).reshape(*q.shape[:2], -1)
 
