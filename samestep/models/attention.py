@@ -60,7 +60,7 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 def kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, Callable[[], object]]:
-    """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose`.
+    """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose_kernel`.
 
     Args:
         model: of transformers, which sees both sides.
