@@ -97,7 +97,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
 chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --max_new_tokens 100""",
     ),
     "compare": Command(
-        answered_by="samestep.cli.runs:compare",
+        answered_by="samestep.contrib.comparing.command:compare",
         summary="find where two runs part: the step, the tensors, by how much, and the settings that differ",
         description=(
             "Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and "

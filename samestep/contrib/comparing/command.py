@@ -18,7 +18,7 @@ class CompareSettings:
 def compare(argv: list[str]) -> int:
     """Compare two runs; return 0 if they are identical, else 1."""
     folders, settings = read_folders("compare", "RUN_A RUN_B [--json]", argv, CompareSettings, (2,))
-    from samestep.training import compare_runs  # here: it imports numpy
+    from samestep.contrib.comparing import compare_runs  # here: it imports numpy
 
     result = compare_runs.compare(folders)
     print(json.dumps(result, allow_nan=False) if settings.json else fold("\n".join(compare_runs.write(result))))
