@@ -395,11 +395,6 @@ class CausalLmSums(SummedLosses):
             super().recompute_activations()
         recompute_activations(self.causal_lm, {"use_reentrant": False, "context_fn": sequences.recomputation})
 
-    def compile_layers(self) -> None:
-        for module in self.causal_lm.modules():
-            if type(module).__name__ in self._no_split_modules:
-                module.compile(dynamic=True)  # once for micro-batches of all sizes
-
     def save(self, *arguments: Any) -> tuple[str, dict[str, float], str | None]:
         """Save what was trained; see `saved_causal_lm.save`."""
         return saved_causal_lm.save(self, *arguments)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from samestep._internals.transformers_models import attention_kernel, recompute_activations
+from samestep._internals.transformers_models import attention_kernel
 from samestep.data.ragged import Rows, Tables, make_pretraining_micro_batch, make_tables, split_by_length
 from samestep.data.sentence_pairs import OF_PAIRS
 from samestep.models import attention
@@ -84,13 +84,6 @@ class PretrainingSums(SummedLosses):
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
-
-    def recompute_activations(self) -> None:
-        recompute_activations(self.bert)
-
-    def compile_layers(self) -> None:
-        for layer in self.bert.model.layers:
-            layer.compile(dynamic=True)  # once for micro-batches of all sizes
 
 
 def _narrow(tables: Tables, window: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
