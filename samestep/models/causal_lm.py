@@ -326,7 +326,7 @@ class CausalLmSums(SummedLosses):
 
     @property
     def _has_plain_head(self) -> bool:
-        """Whether logits are a multiple of hidden states times a matrix."""
+        """Tell whether logits are a multiple of hidden states times a matrix."""
         head = self.causal_lm.get_output_embeddings()
         return type(head) in (nn.Linear, quantization.HalfLinear) and head.bias is None and self.softcap is None
 

@@ -123,7 +123,7 @@ def _layers(model: nn.Module) -> list[nn.BatchNorm2d]:
 
 @dataclasses.dataclass
 class Found:
-    """What is known of a whole step.
+    """Holds the solution of a whole step, as far as it is known.
 
     Attributes:
         statistics: [3, channels], n, mean and M2; None: nothing yet.
@@ -139,7 +139,7 @@ class Found:
 
 @dataclasses.dataclass
 class Work:
-    """Where the passes over the micro-batches of a step are.
+    """Holds the place of the passes over the micro-batches of a step.
 
     Attributes:
         numbers, num_cells: place of each micro-batch among those of the whole step, and their number; where that counts.

@@ -35,7 +35,7 @@ TEMPLATE = str(Path(__file__).parent / "templates" / "card.md.j2")
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a run was, for its model card.
+    """Describes a run for its model card.
 
     Attributes:
         recipe, settings, accelerator, layout, schedule: the run's; the layout is the last step's.
@@ -72,7 +72,7 @@ class Training:
 
     @property
     def ends_within_a_step(self) -> bool:
-        """Whether the epochs that were asked for end within the last step, which has samples beyond them."""
+        """Tell whether the epochs that were asked for end within the last step, which has samples beyond them."""
         asked = self.recipe.num_train_epochs
         if asked is None or self.recipe.epoch_end != "carry":
             return False

@@ -114,7 +114,7 @@ def _evaluate(
 
 
 class Evaluation(NamedTuple):
-    """What is known of held-out data, or of a source of it, before metrics are made of it.
+    """Holds the sums over held-out data, or a source of it, before metrics are made of them.
 
     Attributes:
         totals: float64 [3, terms], see `evaluate`.

@@ -295,7 +295,7 @@ def make_readers(folders: Sequence[str]) -> list[RunReader]:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one client may take of the server of the page.
+    """Limits what one client may take of the server of the page.
 
     Attributes:
         seconds: for its request, and again for its answer, however slowly the bytes go.
