@@ -33,11 +33,11 @@ from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
 
 from samestep import cli
+from samestep.contrib.watching import watch
 from samestep.cut.layout import solve_layout
 from samestep.errors import exit_code
 from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings
-from samestep.training import watch
 from stepaudit import script as audit
 from stepplan.workload import from_recipe
 

@@ -6,8 +6,8 @@ import pytest
 from common import all_metrics, tiny_argv
 from faults import train_with_code
 
+from samestep.contrib.watching.watch import RunReader
 from samestep.training import stragglers
-from samestep.training.watch import RunReader
 
 SLOW = """
 import os, types

@@ -332,7 +332,7 @@ class Run:
         notes = [*model.notes, *self.noise.notes, *optim.find_notes(recipe)]
         self._say(*notes)
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
-        kernels.choose(accelerator, recipe, settings, model, train, candidates)
+        kernels.choose_kernel(accelerator, recipe, settings, model, train, candidates)
         kernel = pretrained.find_noisy_kernel(model)
         if kernel and settings.reproducible is None:
             self._say(
@@ -421,7 +421,7 @@ class Run:
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         self._check_targets(train)
         if not settings.rehearse and not self.reduction.is_exact:  # whose size decides the bits
-            micro_batch_size.fit(recovery, self._forward_backward)
+            micro_batch_size.fit_micro_batch(recovery, self._forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)

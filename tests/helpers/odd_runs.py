@@ -24,12 +24,13 @@ from odd_inputs import ODD, Case, _json
 from safetensors.torch import save_file
 
 from samestep.cli import main
+from samestep.contrib.watching import watch
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
 from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.ramp import NoiseFollower
 from samestep.step.exact_sum import ExactSum
-from samestep.training import checkpoint, plots, report, watch
+from samestep.training import checkpoint, plots, report
 from samestep.training.shared_folder import SharedFolder
 
 RUN = recipes.load("gpt2_small_cpu")
