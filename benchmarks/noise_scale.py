@@ -33,6 +33,7 @@ import torch
 import yaml
 from torch import nn
 
+from samestep.contrib.noise.meter import NoiseMeter
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order, sample_rng
 from samestep.data import sentence_pairs, token_blocks
@@ -43,7 +44,6 @@ from samestep.recipe import batch_size
 from samestep.recipe import catalog as recipes
 from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.step import losses
-from samestep.step.noise_scale import NoiseMeter
 from samestep.training.run import Run
 
 WIDTH, BATCH = 64, 24

@@ -10,6 +10,7 @@ import torch
 from common import TINIES, fresh_accelerator, load_benchmark, metrics, task_of
 from torch import nn
 
+from samestep.contrib.noise.meter import NoiseMeter, TermMeter
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.cut.partition import partition_at_random
@@ -18,7 +19,6 @@ from samestep.errors import UsageError
 from samestep.recipe import batch_size, run_settings
 from samestep.recipe.catalog import TASKS
 from samestep.recipe.launches import find_refusal
-from samestep.step.noise_scale import NoiseMeter, TermMeter
 
 FLAGS = " --global_batch_size 16 --max_train_steps 8 --noise_scale_steps 2"
 

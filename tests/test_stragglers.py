@@ -6,13 +6,13 @@ import pytest
 from common import all_metrics, tiny_argv
 from faults import train_with_code
 
-from samestep.training import stragglers
+from samestep.contrib import stragglers
 from samestep.training.watch import RunReader
 
 SLOW = """
 import os, types
 from samestep.models.bert_pretraining import PretrainingSums
-from samestep.training import stragglers
+from samestep.contrib import stragglers
 stragglers.NUM_WINDOWS = 2
 times = []
 stragglers.time = types.SimpleNamespace(perf_counter=lambda: sum(times))

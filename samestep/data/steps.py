@@ -113,6 +113,23 @@ def find_terms_without_target(source: SampleSource, names: Sequence[str]) -> lis
     return [name for name, count in zip(names, counts, strict=True) if not count]
 
 
+def check_terms(source: SampleSource, weights: Mapping[str, float]) -> None:
+    """Check that each loss term has a target in the training data: one without is 0 to the end.
+
+    Args:
+        source: gives the samples.
+        weights: of the terms, by name; a term of weight 0 needs no target.
+
+    Raises:
+        UsageError: names the terms.
+    """
+    if names := [name for name in find_terms_without_target(source, list(weights)) if weights[name]]:
+        raise UsageError(
+            f"the training data have no target of the loss {', '.join(names)}, which would be 0 in every step: look at the "
+            "rows, the tokenizer and the lengths, or set the weight of the loss to 0"
+        )
+
+
 class Steps(Dataset):
     """Step t of this process, for any t at once: a pure function of its arguments.
 

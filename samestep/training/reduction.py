@@ -30,10 +30,10 @@ from samestep.training import digest, launch
 
 if TYPE_CHECKING:  # who asks; they import this module
     from samestep.training.checkpoint import State
+    from samestep.training.output_folder import OutputFolder
     from samestep.training.recovery import Attempt, Recovery
     from samestep.training.report import RunLog
     from samestep.training.run import Run, Step
-    from samestep.training.shared_folder import SharedFolder
 
 
 class RepeatStep(Exception):
@@ -59,6 +59,7 @@ class Reduction:
         is_exact: whether the bits of a step depend on no process: batch normalisation and noise then do not, either.
         can_skip_update: whether an optimizer that is told so leaves out an update whose gradient is not finite.
         holds_back: whether parameters and all else are as they were before such a step.
+        has_ended: whether others have ended the run while this launch was away.
     """
 
     num_workers: int | None = None
@@ -67,17 +68,25 @@ class Reduction:
     is_exact = False
     can_skip_update = True
     holds_back = True
+    has_ended = False
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, settings: RunSettings):
         self.accelerator, self.recipe, self.settings = accelerator, recipe, settings
 
     # ------------------------------------------------------------------------------------------ before the first step
 
-    def join(self, folder: "SharedFolder | None") -> None:
-        """Join others in the output folder, where it is shared (None: it is not)."""
+    def join(self, folder: "OutputFolder") -> None:
+        """Join others in the output folder, where it is shared."""
 
     def check_checkpoint(self, folder: Path | None, start: "State", say: Callable[[str], None]) -> None:
         """Check that the bits of the next step can follow from a checkpoint (None: there is none). Raises UsageError if not."""
+
+    def check_longer(self, folder: Path, num_done: int, num_steps: int) -> None:
+        """Check that the checkpoint at the end of a training of `num_done` steps can be one of a training of `num_steps`.
+
+        Raises:
+            UsageError: it cannot.
+        """
 
     def prepare(
         self,

@@ -13,6 +13,7 @@ from samestep.contrib.communication.compression import PowerSgd, TopK
 from samestep.contrib.communication.exchange import Exchange, find_own_workers
 from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.data.steps import MicroBatch
+from samestep.errors import UsageError
 from samestep.recipe import communication
 from samestep.step import accumulate
 from samestep.step.exact_sum import add_exactly
@@ -119,6 +120,13 @@ class LocalSteps(Exchanging):
     """
 
     counts: torch.Tensor | None = None  # of the worker that takes a step now
+
+    def check_longer(self, folder: Path, num_done: int, num_steps: int) -> None:
+        if num_done % self.communication.num_steps:
+            raise UsageError(
+                f"checkpoint {folder} is the end of a training of {num_done} steps, at which workers exchanged their "
+                f"parameters, but one of {num_steps} steps has no exchange there: resume from an earlier one"
+            )
 
     def _make_exchange(
         self, named_parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int

@@ -8,51 +8,51 @@ these are read from the device, so no step has another collective.
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-if TYPE_CHECKING:  # `compare` and `watch` need the names only, and no torch
-    from accelerate import Accelerator
-    from torch import nn
+import torch
 
-KEYS = ("compute_seconds_min", "compute_seconds_mean", "compute_seconds_max", "data_seconds_max", "slowest_process")
-"""What a line of metrics.jsonl has of it, if there are several processes."""
+from samestep.recipe.run_files import TIMES
+from samestep.training.parts import Part
+from samestep.training.report import round_to_6
+from samestep.training.run import Run, Step
+
 SLOWER, LEAST_SECONDS, NUM_WINDOWS = 1.25, 0.02, 5
 """A process is a straggler when it needs so many times as long as the median process, and so much longer, in so many reads
 of the losses one after the other."""
 
 
-class StepClock:
-    """Times the steps of this process.
+class Stragglers(Part):
+    """Times the steps of each process, adds the times to the lines of metrics.jsonl, and names who is slow.
 
-    Args:
-        accelerator: the run's.
-        model: its first parameter's gradient is the last that a backward computes.
+    The gradient of the model's first parameter is the last that a backward computes.
     """
 
-    def __init__(self, accelerator: "Accelerator", model: "nn.Module"):
-        self.is_cuda = accelerator.device.type == "cuda"
+    def __init__(self, run: Run):
+        self.run, self.is_cuda = run, run.accelerator.device.type == "cuda"
         self.data_seconds = 0.0
         self.begin_mark: Any = None
         self.end_mark: Any = None
-        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
-        if first is not None and accelerator.num_processes > 1:
+        self.pending: dict[int, tuple[Any, Any, float]] = {}
+        self.steps: list[list[tuple[float, float]]] = []
+        self.watcher = StragglerWatch()
+        first = next((parameter for parameter in run.bare_model.parameters() if parameter.requires_grad), None)
+        if first is not None:
             first.register_post_accumulate_grad_hook(lambda _: self._end())
 
-    def time_data(self, stream: Iterable[Any]) -> Iterator[Any]:
+    def watch(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Iterate over a stream, and note how long each item took to come."""
-        items = iter(stream)
         while True:
             begin = time.perf_counter()
             try:
-                item = next(items)
+                item = next(stream)
             except StopIteration:
                 return
             self.data_seconds = time.perf_counter() - begin
             yield item
 
-    def begin(self) -> None:
-        """Note that a step begins."""
+    def begin_step(self, step: Step) -> None:
         self.begin_mark, self.end_mark = self._mark(), None
 
     def _end(self) -> None:
@@ -61,26 +61,35 @@ class StepClock:
     def _mark(self) -> Any:
         if not self.is_cuda:
             return time.perf_counter()
-        import torch
-
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def take(self) -> tuple[Any, Any, float]:
-        """Return the marks of the last step, for `read`, and the seconds for its data."""
-        return self.begin_mark, self.end_mark, self.data_seconds
+    def end_step(self, step: Step) -> None:
+        self.pending[step.index + 1] = self.begin_mark, self.end_mark, self.data_seconds
 
+    def read(self, number: int) -> tuple[float, float]:
+        """Return the seconds of computation and those for data in a step, for which the device has been waited."""
+        begin, end, data_seconds = self.pending.pop(number)
+        if begin is None or end is None:  # sharded weights have no gradients of their own
+            return 0.0, data_seconds
+        return (end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3), data_seconds
 
-def read(begin: Any, end: Any, data_seconds: float) -> tuple[float, float]:
-    """Return the seconds of computation and those for data; on a GPU the step must have been waited for."""
-    if begin is None or end is None:  # sharded weights have no gradients of their own
-        return 0.0, data_seconds
-    return (end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3), data_seconds
+    def add_to_line(self, line: dict[str, Any], counts: torch.Tensor, values: Sequence[tuple[float, float]]) -> None:
+        self.steps.append(list(values))
+        line |= {name: round_to_6(value) for name, value in summarize(self.steps[-1]).items()}
+
+    def lines_written(self, lines: Sequence[dict[str, Any]]) -> None:
+        straggler, self.steps = self.watcher.add(self.steps[: len(lines)]), []
+        if straggler is not None:
+            process, own, median = straggler
+            values = {"seconds_per_step": round_to_6(own), "median_of_all": round_to_6(median)}
+            message = f"process {process} is slower than the others, which wait for it"
+            self.run.log.add_event(lines[-1]["step"], message, **values)
 
 
 def summarize(times: list[tuple[float, float]]) -> dict[str, Any]:
-    """Summarize the times of all processes in a step as `KEYS`; those of computation only where they are known.
+    """Summarize the times of all processes in a step as `TIMES`; those of computation only where they are known.
 
     Args:
         times: of each process (seconds of computation, seconds for data).
@@ -94,7 +103,7 @@ def summarize(times: list[tuple[float, float]]) -> dict[str, Any]:
         return {"data_seconds_max": max(data), "slowest_process": data.index(max(data))}
     both = [sum(pair) for pair in times]
     mean = statistics.fmean(compute)
-    return dict(zip(KEYS, (min(compute), mean, max(compute), max(data), both.index(max(both))), strict=True))
+    return dict(zip(TIMES, (min(compute), mean, max(compute), max(data), both.index(max(both))), strict=True))
 
 
 class StragglerWatch:
