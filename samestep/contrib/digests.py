@@ -12,7 +12,8 @@ from torch import nn
 
 from samestep.training.digest import combine, digest_tensor
 from samestep.training.parts import Part
-from samestep.training.run import Run, Step
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
 
 
 class Digests(Part):
@@ -27,11 +28,11 @@ class Digests(Part):
         self.gradients: dict[str, str] = {}
         self.pending: dict[int, dict[str, Any]] = {}
 
-    def gradient_reduced(self, step: Step) -> None:
+    def gradient_reduced(self, step: RunStep) -> None:
         if self._is_due(step.index + 1):
             self.gradients = digest_gradients(self.run.network.parameters)
 
-    def end_step(self, step: Step) -> None:
+    def end_step(self, step: RunStep) -> None:
         number = step.index + 1
         if self._is_due(number):
             record = digest_step(number, self.run.network.parameters, self.run.network.optimizer, self.gradients)

@@ -16,11 +16,42 @@ import torch
 from samestep.recipe.run_files import TIMES
 from samestep.training.parts import Part
 from samestep.training.report import round_to_6
-from samestep.training.run import Run, Step
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
 
 SLOWER, LEAST_SECONDS, NUM_WINDOWS = 1.25, 0.02, 5
 """A process is a straggler when it needs so many times as long as the median process, and so much longer, in so many reads
 of the losses one after the other."""
+
+
+class Marks:
+    """The times at which a step begins, and at which the last backward's computation ends.
+
+    A parameter holds this object by its hook, which Python's garbage collector does not see: it must know nothing of the run.
+
+    Args:
+        is_cuda: whether times are those of the GPU.
+    """
+
+    def __init__(self, is_cuda: bool):
+        self.is_cuda = is_cuda
+        self.begun: Any = None
+        self.ended: Any = None
+
+    def begin(self) -> None:
+        """Mark the begin of a step."""
+        self.begun, self.ended = self._now(), None
+
+    def end(self, parameter: torch.Tensor) -> None:
+        """Mark that the gradient of a parameter is computed."""
+        self.ended = self._now()
+
+    def _now(self) -> Any:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Stragglers(Part):
@@ -30,16 +61,14 @@ class Stragglers(Part):
     """
 
     def __init__(self, run: Run):
-        self.run, self.is_cuda = run, run.accelerator.device.type == "cuda"
+        self.run, self.marks = run, Marks(run.accelerator.device.type == "cuda")
         self.data_seconds = 0.0
-        self.begin_mark: Any = None
-        self.end_mark: Any = None
         self.pending: dict[int, tuple[Any, Any, float]] = {}
         self.steps: list[list[tuple[float, float]]] = []
         self.watcher = StragglerWatch()
         first = next((parameter for parameter in run.bare_model.parameters() if parameter.requires_grad), None)
         if first is not None:
-            first.register_post_accumulate_grad_hook(lambda _: self._end())
+            first.register_post_accumulate_grad_hook(self.marks.end)
 
     def watch(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Iterate over a stream, and note how long each item took to come."""
@@ -52,21 +81,11 @@ class Stragglers(Part):
             self.data_seconds = time.perf_counter() - begin
             yield item
 
-    def begin_step(self, step: Step) -> None:
-        self.begin_mark, self.end_mark = self._mark(), None
+    def begin_step(self, step: RunStep) -> None:
+        self.marks.begin()
 
-    def _end(self) -> None:
-        self.end_mark = self._mark()
-
-    def _mark(self) -> Any:
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def end_step(self, step: Step) -> None:
-        self.pending[step.index + 1] = self.begin_mark, self.end_mark, self.data_seconds
+    def end_step(self, step: RunStep) -> None:
+        self.pending[step.index + 1] = self.marks.begun, self.marks.ended, self.data_seconds
 
     def read(self, number: int) -> tuple[float, float]:
         """Return the seconds of computation and those for data in a step, for which the device has been waited."""

@@ -8,7 +8,8 @@ from accelerate.utils import gather_object
 from samestep.training.parts import Part
 
 if TYPE_CHECKING:
-    from samestep.training.run import Run, Step
+    from samestep.training.run import Run
+    from samestep.training.run_step import RunStep
 
 
 class Ledger(Part):
@@ -18,7 +19,7 @@ class Ledger(Part):
         self.run = run
         self.pending: dict[int, list[dict[str, Any]]] = {}
 
-    def end_step(self, step: "Step") -> None:
+    def end_step(self, step: "RunStep") -> None:
         self.pending[step.index + 1] = [
             {"step": step.index + 1, "process": process, "micro_step": micro_step}
             | {"epochs": [epoch for epoch, _ in samples], "samples": [sample for _, sample in samples]}

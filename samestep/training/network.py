@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from samestep.data.steps import MicroBatch, to_device
 from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
-from samestep.step import batch_norm, optim
+from samestep.step import accumulate, batch_norm, losses, optim
 from samestep.step.noise import Noise, noise_by_sample
 from samestep.training import checkpoint, kernels
 from samestep.training.checkpoint import Trained
@@ -24,6 +26,7 @@ class Network:
     """A model, its optimizer, and what was made for both.
 
     Attributes:
+        accelerator: the run's.
         build: makes the model anew, without its weights.
         bare_model: the model without wrapping.
         noise: its dropout as a function of the sample.
@@ -32,6 +35,7 @@ class Network:
         loss_weights: w_j, floating [terms] on the device.
     """
 
+    accelerator: Accelerator
     build: Callable[[], nn.Module]
     bare_model: SummedLosses
     noise: Noise
@@ -53,6 +57,27 @@ class Network:
     def clipped_parameters(self) -> list[nn.Parameter]:
         """Parameters of the prepared model."""
         return list(self.model.parameters())
+
+    def compute_loss(
+        self, batch: MicroBatch, num_targets: torch.Tensor, model: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a micro-batch's part of the step's loss, and its summed losses.
+
+        Args:
+            batch: a micro-batch; it may be on the host.
+            num_targets: targets of the whole step, int64 [terms].
+            model: prepared or not.
+
+        Returns:
+            The loss, sum_j w_j s_j / n_j, scalar; the summed losses s_j, [terms], detached.
+        """
+        sums, _ = model(**to_device(batch, self.accelerator.device))
+        return losses.weighted_loss(sums, num_targets, self.loss_weights), sums.detach()
+
+    def forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
+        """Compute a micro-batch as a script does, to try sizes of micro-batches."""
+        loss, _ = self.compute_loss(batch, num_targets, self.model)
+        self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
 
 
 def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Network:
@@ -98,4 +123,4 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
         checkpoint.load(accelerator, start.checkpoint, start.state, *prepared, fingerprints)
         run.reduction.load(start.checkpoint)
     weights = torch.tensor(list(recipe.loss_weights.values()), dtype=dtype, device=accelerator.device)
-    return Network(build, model, noise, names, trained, weights)
+    return Network(accelerator, build, model, noise, names, trained, weights)

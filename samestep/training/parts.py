@@ -14,7 +14,8 @@ import torch
 from samestep.data.steps import StepData
 
 if TYPE_CHECKING:  # who has parts
-    from samestep.training.run import Run, Step
+    from samestep.training.run import Run
+    from samestep.training.run_step import RunStep
 
 
 class Part:
@@ -34,16 +35,16 @@ class Part:
         """Iterate over a stream of steps, as it is."""
         return stream
 
-    def begin_step(self, step: "Step") -> None:
+    def begin_step(self, step: "RunStep") -> None:
         """Note that a step, or an attempt of it, begins, whose counts are known."""
 
-    def gradient_computed(self, step: "Step") -> None:
+    def gradient_computed(self, step: "RunStep") -> None:
         """Note that this process has computed its part of a step's gradient, which the others do not have yet."""
 
-    def gradient_reduced(self, step: "Step") -> None:
+    def gradient_reduced(self, step: "RunStep") -> None:
         """Note that the parameters have the whole step's gradient, not clipped yet."""
 
-    def end_step(self, step: "Step") -> None:
+    def end_step(self, step: "RunStep") -> None:
         """Note that a step is done."""
 
     def read(self, number: int) -> Any:
@@ -83,3 +84,8 @@ P = TypeVar("P", bound=Part)
 def find_part(parts: Sequence[Part], kind: type[P]) -> P:
     """Find the part of a kind."""
     return next(part for part in parts if isinstance(part, kind))
+
+
+def collect_state(parts: Sequence[Part]) -> dict[str, Any]:
+    """Collect what all parts have for `checkpoint.State`."""
+    return {name: value for part in parts for name, value in part.state().items()}

@@ -2,16 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep.cut.layout import Layout
 from samestep.cut.order import Order
 from samestep.cut.spans import Spans
+from samestep.data.steps import Steps
 from samestep.recipe import rehearsal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.schedule import Schedule
 from samestep.recipe.step_plan import GrowingSchedule, describe_sizes, plan_steps
+from samestep.training.launch import waits_in_forward
+
+if TYPE_CHECKING:
+    from samestep.training.run import Run
 
 
 def plan_training(
@@ -88,3 +93,23 @@ class Plan:
         if self.spans is None:
             return ""
         return f"; {describe_sizes(self.spans.list_sizes(self.num_steps))}"
+
+
+def cut_steps(run: "Run", train: Any) -> Steps:
+    """Make what cuts the steps of a run, whose plan is laid out and whose model is prepared.
+
+    Args:
+        run: the run.
+        train: the training data.
+    """
+    return Steps(
+        train,
+        run.plan.order,
+        run.plan.layout,
+        process_index=run.accelerator.process_index,
+        max_tokens=getattr(run.settings, "per_device_train_tokens", None),
+        same_num_micro_batches=waits_in_forward(run.accelerator, run.network.model),
+        deals_whole=run.reduction.is_exact,
+        noise_scale_steps=run.settings.noise_scale_steps,
+        workers=run.reduction.own,
+    )

@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # who asks; they import this module
     from samestep.training.output_folder import OutputFolder
     from samestep.training.recovery import Attempt, Recovery
     from samestep.training.report import RunLog
-    from samestep.training.run import Run, Step
+    from samestep.training.run import Run
+    from samestep.training.run_step import RunStep
 
 
 class RepeatStep(Exception):
@@ -154,7 +155,7 @@ class Reduction:
         """Number of processes by which gradients are divided after the last backward: N."""
         return self.accelerator.num_processes
 
-    def seed_noise(self, step: "Step") -> None:
+    def seed_noise(self, step: "RunStep") -> None:
         """Make noise that is drawn on this process a function of the seed, the step and the process."""
         accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index)
 
@@ -162,17 +163,17 @@ class Reduction:
         """Find the counts that weight this process's losses now, [terms]."""
         return attempt.counts
 
-    def micro_batches(self, step: "Step") -> Iterator[MicroBatch]:
+    def micro_batches(self, step: "RunStep") -> Iterator[MicroBatch]:
         """Iterate over this process's micro-batches of a step; `accelerator.accumulate` synchronises at the last one."""
         data = step.data
         parts = list(zip(data.micro_batches, data.samples, strict=True))
         for micro_batch, samples in accumulate.iterate_micro_batches(self.accelerator, parts):
             yield step.take(micro_batch, samples)
 
-    def check_scale(self, step: "Step") -> None:
+    def check_scale(self, step: "RunStep") -> None:
         """Check that a script has multiplied its losses by `loss_scale`, where no other factor will do."""
 
-    def clip(self, step: "Step", max_norm: float | None) -> torch.Tensor:
+    def clip(self, step: "RunStep", max_norm: float | None) -> torch.Tensor:
         """Make a step's gradient whole, clip it, and return its norm before, scalar; called between backward and update."""
         step.make_gradient_whole()
         return step.clip_whole_gradient(max_norm)
@@ -335,7 +336,7 @@ class ExactSums(Unrepeatable):
     def num_averaged(self) -> int:
         return 1
 
-    def micro_batches(self, step: "Step") -> Iterator[MicroBatch]:
+    def micro_batches(self, step: "RunStep") -> Iterator[MicroBatch]:
         data = step.data
         parts = list(zip(data.micro_batches, data.samples, data.numbers, strict=True))
         for micro_batch, samples, number in accumulate.iterate_micro_batches(
@@ -344,7 +345,7 @@ class ExactSums(Unrepeatable):
             accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, number or 0)
             yield step.take(micro_batch, samples)
 
-    def check_scale(self, step: "Step") -> None:
+    def check_scale(self, step: "RunStep") -> None:
         if not step.is_scaled:
             raise UsageError(
                 "reproducible is given, but the loss was multiplied by other factors than step.loss_scale: write "

@@ -24,7 +24,8 @@ from samestep.training.parts import Part
 from samestep.training.progress import Progress
 
 if TYPE_CHECKING:
-    from samestep.training.run import Run, Step
+    from samestep.training.run import Run
+    from samestep.training.run_step import RunStep
 
 Places = tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]
 """(process, micro-step) of some micro-batches, and the (epoch, sample id) of the samples of each."""
@@ -118,7 +119,7 @@ class RunLog(Part):
             listed = [(self.accelerator.process_index, number) for number in range(len(data.samples))], data.samples
         return listed
 
-    def end_step(self, step: "Step") -> None:
+    def end_step(self, step: "RunStep") -> None:
         attempt = step.attempt
         self.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate)
 

@@ -1,7 +1,7 @@
 """A run of a recipe on the hardware at hand: the work that a script's loop leaves to objects because it is rare or long.
 
 `Run` makes the Accelerator, finds the checkpoint to go on from, cuts the steps, saves, logs, evaluates. Its `steps` are
-`Step`s: context managers around a script's code for one optimizer step. When memory runs out in a step, all processes throw
+`RunStep`s: context managers around a script's code for one optimizer step. When memory runs out in a step, all processes throw
 their gradients away and `steps` gives the same step again, in smaller micro-batches: the same samples, so the same gradient.
 """
 
@@ -20,25 +20,27 @@ from samestep._internals import torch_distributed
 from samestep._internals.library_output import quiet_libraries
 from samestep.cut.layout import solve_layout
 from samestep.data.row_report import report_rows
-from samestep.data.steps import MicroBatch, StepData, Steps, check_terms, to_device
+from samestep.data.steps import StepData, check_terms
 from samestep.errors import UsageError
 from samestep.models.pretrained import find_config
 from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import run_settings
-from samestep.step import accumulate, batch_norm, losses
+from samestep.step import batch_norm
 from samestep.training import card, checkpoint, host_memory, launch, micro_batch_size, publishing, ways
-from samestep.training.ending import explain_early_end
 from samestep.training.evaluation import evaluate
 from samestep.training.network import Network, make_network
 from samestep.training.output_folder import open_output_dir
-from samestep.training.parts import Part, find_part
-from samestep.training.plan import Plan
-from samestep.training.recovery import Attempt, Recovery
+from samestep.training.parts import Part, collect_state, find_part
+from samestep.training.plan import Plan, cut_steps
+from samestep.training.recovery import Recovery
 from samestep.training.reduction import HasEnded
 from samestep.training.rehearsing import rehearse_own_kind
 from samestep.training.report import RunLog
+from samestep.training.run_step import RunStep
+from samestep.training.session_texts import describe_session, explain_early_end
 from samestep.training.starting import Start
+from samestep.training.step import Step
 
 
 class Run:
@@ -162,33 +164,21 @@ class Run:
             model_class: class of a module of `samestep.models`.
             train: as `load_data` returned it.
         """
-        accelerator, settings, start, reduction = self.accelerator, self.settings, self.start, self.reduction
+        accelerator, start, reduction = self.accelerator, self.start, self.reduction
         self.network = make_network(self, model_class, train)
         trained = self.network.trained
-        cut = Steps(
-            train,
-            self.plan.order,
-            self.plan.layout,
-            process_index=accelerator.process_index,
-            max_tokens=getattr(settings, "per_device_train_tokens", None),
-            same_num_micro_batches=launch.waits_in_forward(accelerator, trained.model),
-            deals_whole=reduction.is_exact,
-            noise_scale_steps=settings.noise_scale_steps,
-            workers=reduction.own,
+        cut = cut_steps(self, train)
+        step, describe = start.state.step, functools.partial(collect_state, self.parts)
+        self.saver = checkpoint.Saver(
+            accelerator, self.recipe, self.settings, trained, step, reduction, describe, start.copies
         )
-
-        def describe() -> dict[str, Any]:
-            return {name: value for part in self.parts for name, value in part.state().items()}
-
-        step, copies = start.state.step, start.copies
-        self.saver = checkpoint.Saver(accelerator, self.recipe, settings, trained, step, reduction, describe, copies)
         ways.make_parts(self, self.parts)
         self.recovery = Recovery(accelerator, cut, trained.model, trained.optimizer, self.log, reduction, self.saver)
         reduction.attach(self.recovery, start.state, trained.data_fingerprints)
         return trained.model, trained.optimizer
 
     def whole_step(self) -> batch_norm.WholeStep:
-        """Make the object that computes batch normalisation of whole steps, for `Step.find_statistics`.
+        """Make the object that computes batch normalisation of whole steps, for `RunStep.find_statistics`.
 
         It does nothing unless the recipe asks for that (exact_batch_norm).
         """
@@ -196,8 +186,8 @@ class Run:
             self.bare_model if self.recipe.exact_batch_norm else nn.Identity(), is_canonical=self.reduction.is_exact
         )
 
-    def steps(self, train: Any) -> Iterator["Step"]:
-        """Iterate over the optimizer steps from the checkpoint's on, one `Step` for each, and again for each that failed.
+    def steps(self, train: Any) -> Iterator[RunStep]:
+        """Iterate over the optimizer steps from the checkpoint's on, one for each, and again for each that failed.
 
         Before the first step, sizes of micro-batches are tried for memory and speed; after each step, its metrics are noted,
         and a checkpoint is saved if one is due. Ends early when a signal or --max_train_minutes asks for it.
@@ -208,19 +198,13 @@ class Run:
         Raises:
             RunError: memory does not hold a single sample, or numbers are not finite.
         """
-        accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
+        settings, recovery = self.settings, self.recovery
         check_terms(train, self.recipe.loss_weights)
         if not settings.rehearse and not self.reduction.is_exact:  # whose size decides the bits
-            micro_batch_size.fit(recovery, self._forward_backward)
+            micro_batch_size.fit(recovery, self.network.forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
-            micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
-        weights = getattr(self.recipe, "model_name_or_path", None)
-        self.say(
-            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; "
-            f"{self.reduction.describe_cut(recovery.steps.layout)}"
-            f"{self.plan.describe_growth()}; on {accelerator.device}, mixed precision {accelerator.mixed_precision}; steps "
-            f"{self.completed_steps} to {self.plan.last_step} of {self.num_steps}{self.reduction.describe_bits()}"
-        )
+            micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.network.compute_loss)
+        self.say(describe_session(self, train))
         self.reduction.announce(self.log, self.completed_steps)
         for part in self.parts:
             part.start()
@@ -231,11 +215,10 @@ class Run:
             has_ended = recovery.should_stop or self.reduction.has_ended
             is_at_end = self.completed_steps >= self.plan.last_step or has_ended
 
-    def _iterate_steps(self) -> Iterator["Step"]:
+    def _iterate_steps(self) -> Iterator[RunStep]:
         """Iterate over the steps, until the plan changes, which was not known when they were prepared."""
-        recovery, order = self.recovery, self.plan.order
-        workers, device = self.settings.dataloader_num_workers, self.accelerator.device
-        stream = recovery.steps.stream(self.completed_steps, self.plan.last_step, workers, device)
+        recovery, order, workers = self.recovery, self.plan.order, self.settings.dataloader_num_workers
+        stream = recovery.steps.stream(self.completed_steps, self.plan.last_step, workers, self.accelerator.device)
         for part in self.parts:
             stream = part.watch(stream)
         with contextlib.suppress(HasEnded):
@@ -246,12 +229,12 @@ class Run:
                 if recovery.should_stop or not is_next:
                     return
 
-    def _take_step(self, data: StepData) -> Iterator["Step"]:
+    def _take_step(self, data: StepData) -> Iterator[RunStep]:
         """Give the next step, and again where it fails; let parts note it, and save a checkpoint if one is due."""
         recovery, every = self.recovery, self.settings.checkpointing_steps
         for attempt in recovery.iterate_attempts(data):
             self.completed_steps = attempt.data.step
-            step = Step(self, attempt)
+            step = RunStep(self, attempt)
             yield step
             step.check_entry()
         for part in self.parts:
@@ -266,7 +249,7 @@ class Run:
                 recovery.save(self.completed_steps, is_routine=every is None)
             recovery.restart_save_clock()
 
-    def evaluates_before(self, step: "Step") -> bool:
+    def evaluates_before(self, step: Step) -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
         every = self.settings.eval_steps
         return step.index == 0 or bool(every and step.index % every == 0)
@@ -313,8 +296,7 @@ class Run:
         if not ends_the_run:
             return None
         if not self.is_finished and not self.settings.rehearse:
-            is_out_of_time = self.recovery.stop.is_out_of_time
-            self.say(explain_early_end(self.settings, self.plan, self.completed_steps, is_out_of_time))
+            self.say(explain_early_end(self))
         trained_model = checkpoint.make_whole_model(self.accelerator, self.network.model, self.network.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
 
@@ -361,139 +343,3 @@ class Run:
         if self.problem is not None:
             raise UsageError(self.problem)
         return status
-
-    def compute_loss(
-        self, batch: MicroBatch, num_targets: torch.Tensor, model: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a micro-batch's part of the step's loss, and its summed losses.
-
-        Args:
-            batch: a micro-batch; it may be on the host.
-            num_targets: targets of the whole step, int64 [terms].
-            model: prepared or not.
-
-        Returns:
-            The loss, sum_j w_j s_j / n_j, scalar; the summed losses s_j, [terms], detached.
-        """
-        sums, _ = model(**to_device(batch, self.accelerator.device))
-        return losses.weighted_loss(sums, num_targets, self.loss_weights), sums.detach()
-
-    def _forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
-        """Compute a micro-batch as a script does, to try sizes of micro-batches."""
-        loss, _ = self.compute_loss(batch, num_targets, self.network.model)
-        self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
-
-
-class Step:
-    """One optimizer step, a context manager around the code that computes it from its `micro_batches`.
-
-    Attributes:
-        index: number of the step; 0 is the first of the training.
-        learning_rate: learning rate of this step, from the recipe's schedule.
-        grad_norm: norm of the whole gradient before clipping, scalar on the device; known after `clip_grad_norm_`.
-    """
-
-    def __init__(self, run: Run, attempt: Attempt):
-        self.run, self.attempt = run, attempt
-        self.index = attempt.data.step
-        self.learning_rate = run.plan.schedule(self.index)
-        self.is_entered = self.is_scaled = False
-
-    @property
-    def data(self) -> StepData:
-        """This process's part of the step, as it is cut now."""
-        return self.attempt.data
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches of this process in this step, k."""
-        return len(self.data.micro_batches)
-
-    @property
-    def loss_scale(self) -> int:
-        """Factor of a micro-batch's loss, which undoes what gradients are divided by: k in `accelerator.backward`, and N, the
-        number of processes, in DistributedDataParallel.
-
-        With --reproducible gradients are divided by a power of two alone, so that no cut rounds them differently.
-        """
-        self.is_scaled = True
-        return self.run.reduction.loss_scale
-
-    @property
-    def num_targets(self) -> torch.Tensor:
-        """n_j: targets of each loss term in the whole step, all processes and micro-batches; int64 [terms], at least 1 each.
-
-        Of a worker that takes steps of its own, those of its share.
-        """
-        return self.run.reduction.find_counts(self.attempt).clamp(min=1)
-
-    @property
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
-        return self.run.reduction.micro_batches(self)
-
-    def take(self, micro_batch: Mapping[str, torch.Tensor | None], samples: Any) -> MicroBatch:
-        """Take a micro-batch of some samples to the device, and let noise be theirs."""
-        self.run.network.noise.set_samples(samples, self.run.accelerator.device)
-        return to_device(micro_batch, self.run.accelerator.device)
-
-    def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
-        """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
-
-        Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.
-        """
-        is_exact = self.run.reduction.is_exact
-        if is_exact or self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
-            model, num_targets = self.run.bare_model, self.num_targets
-            whole_step.prepare(
-                self.data.micro_batches,
-                lambda micro_batch: self.run.compute_loss(micro_batch, num_targets, model)[0],
-                numbers=self.data.numbers if is_exact else None,
-                num_cells=self.data.num_micro_batches if is_exact else None,
-            )
-
-    def clip_grad_norm_(self, max_norm: float | None) -> None:
-        """Clip the whole step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)).
-
-        Called by all processes between the last backward and the optimizer's step. The optimizer does not take a step with a
-        gradient that is not finite.
-        """
-        self.run.reduction.check_scale(self)
-        self.grad_norm = self.run.reduction.clip(self, max_norm)
-
-    def make_gradient_whole(self) -> None:
-        """Let the reduction make the gradient of the step whole; the run's parts look at it before and after."""
-        for part in self.run.parts:
-            part.gradient_computed(self)
-        self.attempt.confirm_gradient()
-        for part in self.run.parts:
-            part.gradient_reduced(self)
-
-    def clip_whole_gradient(self, max_norm: float | None) -> torch.Tensor:
-        """Clip the gradient that the parameters have; return its norm before, scalar. One that is not finite is not used."""
-        run = self.run
-        norm = run.reduction.clip_parameters(run.network.clipped_parameters, max_norm)
-        run.log.not_finite.skip_update(run.network.optimizer, norm)
-        return norm
-
-    def add_to_log(self, sums: torch.Tensor) -> None:
-        """Note the summed losses of a micro-batch, [terms], for the step's line in metrics.jsonl."""
-        self.attempt.sums.append(sums.detach())
-
-    def check_entry(self) -> None:
-        """Raise if a script went on without entering the step, which would then be repeated for ever."""
-        if not self.is_entered:
-            raise UsageError(f"step {self.index + 1} was not taken: put what computes it inside `with step:`")
-
-    def __enter__(self) -> "Step":
-        self.is_entered = True
-        for group in self.run.network.optimizer.param_groups:
-            group["lr"] = self.learning_rate * group["lr_scale"]
-        self.attempt.__enter__()
-        for part in self.run.parts:
-            part.begin_step(self)
-        self.run.reduction.seed_noise(self)
-        return self
-
-    def __exit__(self, *error: Any) -> bool:
-        return self.attempt.__exit__(*error)

@@ -1,6 +1,6 @@
 """The one list of what is not the usual way; what `samestep.contrib` holds is imported here alone, when a run asks for it."""
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,10 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 ]
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
+STRAGGLERS = "samestep.contrib.stragglers:Stragglers"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
-    ("samestep.contrib.stragglers:Stragglers", lambda run: run.accelerator.num_processes > 1),
+    (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
@@ -41,6 +42,15 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
+
+
+def _is_there(place: str) -> bool:
+    """Tell whether a module was not deleted."""
+    module = place.partition(":")[0]
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _follows_noise(recipe: Recipe) -> bool:

@@ -22,7 +22,7 @@ from samestep.training.checkpoint import WORKERS, State
 from samestep.training.recovery import Attempt
 from samestep.training.reduction import Unrepeatable
 from samestep.training.report import RunLog
-from samestep.training.run import Step
+from samestep.training.run_step import RunStep
 
 
 class Exchanging(Unrepeatable):
@@ -75,7 +75,7 @@ class Exchanging(Unrepeatable):
     def loss_scale(self) -> int:
         return self.accelerator.gradient_accumulation_steps * self.exchange.loss_factor
 
-    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         """Iterate over the micro-batches of the workers that this process computes, one worker after the other."""
         if not step.data.micro_batches_by_worker:
             yield from super().micro_batches(step)
@@ -87,12 +87,12 @@ class Exchanging(Unrepeatable):
             if place + 1 < len(turns):
                 self.exchange.end_worker()
 
-    def _list_turns(self, step: Step) -> list[list[tuple[Any, Any]]]:
+    def _list_turns(self, step: RunStep) -> list[list[tuple[Any, Any]]]:
         """List of each worker its micro-batches, each with its samples."""
         parts = zip(step.data.micro_batches, step.data.samples, strict=True)
         return [list(itertools.islice(parts, number)) for number in step.data.micro_batches_by_worker]
 
-    def _iterate_worker(self, step: Step, worker: int, parts: Iterator[tuple[Any, Any]]) -> Iterator[MicroBatch]:
+    def _iterate_worker(self, step: RunStep, worker: int, parts: Iterator[tuple[Any, Any]]) -> Iterator[MicroBatch]:
         self.exchange.begin_worker(worker)
         accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=worker)
         for micro_batch, samples in parts:
@@ -140,7 +140,7 @@ class LocalSteps(Exchanging):
     def find_counts(self, attempt: Attempt) -> torch.Tensor:
         return attempt.counts if self.counts is None else self.counts
 
-    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         data, first, turns = step.data, 0, self._list_turns(step)
         for place, (worker, turn) in enumerate(zip(self.own, turns, strict=True)):
             self.counts = data.micro_batch_counts[first : first + len(turn)].sum(0).to(self.accelerator.device)
@@ -152,7 +152,7 @@ class LocalSteps(Exchanging):
             step.attempt.confirm_gradient()
             self.exchange.exchange()
 
-    def clip(self, step: Step, max_norm: float | None) -> torch.Tensor:
+    def clip(self, step: RunStep, max_norm: float | None) -> torch.Tensor:
         """Clip the gradient of one worker; return the root of the sum of the squares of all so far."""
         self.norms.append(step.clip_whole_gradient(max_norm))
         return torch.stack(self.norms).square().sum().sqrt()

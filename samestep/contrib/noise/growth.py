@@ -10,7 +10,8 @@ from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes, par
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share
 from samestep.training.parts import Part, find_part
 from samestep.training.report import round_to_6
-from samestep.training.run import Run, Step
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
 
 MEASUREMENTS = 8
 """Measured steps between two decisions of a batch that follows the noise; each looks at twice as many."""
@@ -25,7 +26,7 @@ class Growth(Part):
         growth = parse(run.recipe.batch_schedule)
         self.follower = NoiseFollower(growth, run.recipe.global_batch_size, run.start.state.growth)
 
-    def end_step(self, step: Step) -> None:
+    def end_step(self, step: RunStep) -> None:
         """Decide on the batch from the next step on. Called by all processes."""
         noise, run, follower = self.scale.find_noise(step), self.run, self.follower
         if noise is None:

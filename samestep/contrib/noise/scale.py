@@ -12,7 +12,8 @@ from samestep.recipe import batch_size
 from samestep.training.output_folder import read_metrics
 from samestep.training.parts import Part
 from samestep.training.report import round_to_6
-from samestep.training.run import Run, Step
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
 
 
 class StepNoise(NamedTuple):
@@ -55,11 +56,11 @@ class NoiseScale(Part):
         lines = read_metrics(self.run.output_dir)[0] if self.run.accelerator.is_main_process else []
         self.measurements = batch_size.read_measurements(lines)
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: RunStep) -> None:
         if step.data.is_measured:
             self.meter.begin(step.data.micro_batch_counts, step.attempt.counts)
 
-    def gradient_computed(self, step: Step) -> None:
+    def gradient_computed(self, step: RunStep) -> None:
         if not step.data.is_measured:
             return
         scaler = self.run.accelerator.scaler
@@ -67,7 +68,7 @@ class NoiseScale(Part):
         if self.term_meter is not None:
             self._measure_terms(step, self.term_meter)
 
-    def _measure_terms(self, step: Step, meter: TermMeter) -> None:
+    def _measure_terms(self, step: RunStep, meter: TermMeter) -> None:
         """Compute the gradients of the terms in the micro-batches of a step."""
         run, data, num_targets = self.run, step.data, step.num_targets
 
@@ -78,13 +79,13 @@ class NoiseScale(Part):
 
         meter.measure(data.micro_batch_counts, step.attempt.counts, compute_losses)
 
-    def gradient_reduced(self, step: Step) -> None:
+    def gradient_reduced(self, step: RunStep) -> None:
         if step.data.is_measured:
             layers = self.meter.finish(self.run.reduction.num_averaged, self.scale)
             terms = None if self.term_meter is None else self.term_meter.finish(self.scale)
             self.last = StepNoise(step.index, layers, terms)
 
-    def end_step(self, step: Step) -> None:
+    def end_step(self, step: RunStep) -> None:
         noise = self.find_noise(step)
         if noise is not None:
             steps = self.run.recovery.steps
@@ -94,7 +95,7 @@ class NoiseScale(Part):
             }
             self.pending[step.index + 1] = noise, {"micro_batches": step.data.num_micro_batches} | caps
 
-    def find_noise(self, step: Step) -> StepNoise | None:
+    def find_noise(self, step: RunStep) -> StepNoise | None:
         """Find the noise of a step that is done; None: it was not measured."""
         return self.last if self.last is not None and self.last.step == step.index else None
 

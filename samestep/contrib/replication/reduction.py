@@ -15,7 +15,8 @@ from samestep.training.checkpoint import State
 from samestep.training.output_folder import OutputFolder
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.reduction import ExactSums, HasEnded, Reduction, RepeatStep
-from samestep.training.run import Run, Step
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
 
 
 class Replicated(Reduction):
@@ -78,13 +79,13 @@ class Replicated(Reduction):
     def num_averaged(self) -> int:
         return self.inner.num_averaged
 
-    def seed_noise(self, step: Step) -> None:
+    def seed_noise(self, step: RunStep) -> None:
         accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=self.replicas.rank)
 
-    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         return self.inner.micro_batches(step)
 
-    def check_scale(self, step: Step) -> None:
+    def check_scale(self, step: RunStep) -> None:
         self.inner.check_scale(step)
 
     def finish(self, attempt: Attempt) -> None:
