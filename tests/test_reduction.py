@@ -29,7 +29,7 @@ MARKS = {
     "checkpoint_store",
     "digest_steps",
     "noise_scale_steps",
-    "is_measured",
+    "is_cut_at_random",
     "growth",
     "record_samples",
     "report_to",

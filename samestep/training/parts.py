@@ -1,4 +1,4 @@
-"""What watches a run or adds to it, and decides no gradient: lines of metrics, trackers, digests, the noise of gradients.
+"""What watches a run or adds to it, and decides no gradient.
 
 A part has some of the methods of `Part`, which do nothing here. It is made by its class, called with the run, when the model
 and the optimizer are prepared; `samestep.training.ways` lists the parts, in the order in which they are called. A step calls

@@ -110,6 +110,6 @@ def cut_steps(run: "Run", train: Any) -> Steps:
         max_tokens=getattr(run.settings, "per_device_train_tokens", None),
         same_num_micro_batches=waits_in_forward(run.accelerator, run.network.model),
         deals_whole=run.reduction.is_exact,
-        noise_scale_steps=run.settings.noise_scale_steps,
-        workers=run.reduction.own,
+        random_steps=run.settings.noise_scale_steps,
+        own_parts=run.reduction.own_parts,
     )

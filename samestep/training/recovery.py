@@ -181,7 +181,8 @@ class Attempt:
         counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
         sums: detached summed losses of each micro-batch, [terms] each; the loop appends them.
         is_complete: whether all processes came to the end of the step.
-        failure: why the step is not complete: `memory` ran out, its exact sums need another `quantum`, or a `replica` was lost.
+        failure: why the step is not complete: `memory` ran out, its exact sums need another `quantum`, or what else the
+            reduction says.
     """
 
     def __init__(self, recovery: Recovery, data: StepData, counts: torch.Tensor | None = None):

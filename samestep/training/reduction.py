@@ -23,7 +23,7 @@ from samestep.data.steps import MicroBatch, StepData
 from samestep.errors import RunError, UsageError
 from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.run_settings import BITS_DEPEND_ON, RunSettings
 from samestep.step import accumulate
 from samestep.step.exact_sum import ExactSum
 from samestep.training import digest, launch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # who asks; they import this module
 
 
 class RepeatStep(Exception):
-    """Raised to leave a step because memory ran out on some process, exact sums need another quantum, or a replica was lost."""
+    """Raised to leave a step because memory ran out on some process, exact sums need another quantum, or others were lost."""
 
 
 class HasEnded(Exception):
@@ -54,8 +54,8 @@ class Reduction:
         settings: how it is run here.
 
     Attributes:
-        num_workers: parts in which a step's samples are dealt out; None: one for each process.
-        own: numbers of the workers that this process computes, one after the other; empty: it computes its own part.
+        num_parts: parts in which a step's samples are dealt out; None: one for each process.
+        own_parts: numbers of those that this process computes, one after the other; empty: that of its own number.
         exact_sum: takes gradients away from the parameters as they come; None: they accumulate there.
         is_exact: whether the bits of a step depend on no process: batch normalisation and noise then do not, either.
         can_skip_update: whether an optimizer that is told so leaves out an update whose gradient is not finite.
@@ -63,8 +63,8 @@ class Reduction:
         has_ended: whether others have ended the run while this launch was away.
     """
 
-    num_workers: int | None = None
-    own: Sequence[int] = ()
+    num_parts: int | None = None
+    own_parts: Sequence[int] = ()
     exact_sum: ExactSum | None = None
     is_exact = False
     can_skip_update = True
@@ -288,7 +288,7 @@ class ExactSums(Unrepeatable):
     def check_checkpoint(self, folder: Path | None, start: "State", say: Callable[[str], None]) -> None:
         values: dict[str, Any] = {"reproducible": self.settings.reproducible}
         values |= {"mixed_precision": self.accelerator.mixed_precision, "device": self.accelerator.device.type}
-        for name in ("per_device_train_tokens", "attn_implementation", "noise_scale_steps"):
+        for name in BITS_DEPEND_ON:
             values[name] = getattr(self.settings, name, None)
         saved, machine = values if folder is None else start.exact_sum or {}, digest.machine_kind()
         if differences := "; ".join(

@@ -87,7 +87,7 @@ class Run:
         launch.check_recipe(accelerator, self.recipe)
         self.reduction = ways.choose_reduction(accelerator, self.recipe, settings)
         layout = solve_layout(
-            num_processes=self.reduction.num_workers or accelerator.num_processes,
+            num_processes=self.reduction.num_parts or accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
             per_device_train_batch_size=host_memory.choose_batch_size(accelerator, self.recipe, settings),
             gradient_accumulation_steps=settings.gradient_accumulation_steps,

@@ -51,7 +51,7 @@ class RunStep(Step):
     def num_targets(self) -> torch.Tensor:
         """n_j: targets of each loss term in the whole step, all processes and micro-batches; int64 [terms], at least 1 each.
 
-        Of a worker that takes steps of its own, those of its share.
+        Of a part of the step that is a step of its own, those of this part.
         """
         return self.run.reduction.find_counts(self.attempt).clamp(min=1)
 

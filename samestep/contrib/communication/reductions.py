@@ -34,9 +34,9 @@ class Exchanging(Unrepeatable):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.communication = self.recipe.exchange
-        self.num_workers = self.communication.num_workers
+        self.num_parts = self.communication.num_workers
         accelerator = self.accelerator
-        self.own = find_own_workers(self.num_workers, accelerator.num_processes, accelerator.process_index)
+        self.own_parts = find_own_workers(self.num_parts, accelerator.num_processes, accelerator.process_index)
 
     def prepare(
         self,
@@ -67,7 +67,7 @@ class Exchanging(Unrepeatable):
         log.add_event(step + 1, communication.describe(self.communication), **self.exchange.count_bytes())
 
     def describe_cut(self, layout: Any) -> str:
-        if not self.own:
+        if not self.own_parts:
             return str(layout)
         return str(layout).replace("process(es)", f"workers on {self.accelerator.num_processes} process(es)")
 
@@ -77,12 +77,12 @@ class Exchanging(Unrepeatable):
 
     def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         """Iterate over the micro-batches of the workers that this process computes, one worker after the other."""
-        if not step.data.micro_batches_by_worker:
+        if not step.data.micro_batches_by_part:
             yield from super().micro_batches(step)
             return
         turns = self._list_turns(step)
         stream = accumulate.iterate_micro_batches(self.accelerator, list(itertools.chain(*turns)))
-        for place, (worker, turn) in enumerate(zip(self.own, turns, strict=True)):
+        for place, (worker, turn) in enumerate(zip(self.own_parts, turns, strict=True)):
             yield from self._iterate_worker(step, worker, itertools.islice(stream, len(turn)))
             if place + 1 < len(turns):
                 self.exchange.end_worker()
@@ -90,7 +90,7 @@ class Exchanging(Unrepeatable):
     def _list_turns(self, step: RunStep) -> list[list[tuple[Any, Any]]]:
         """List of each worker its micro-batches, each with its samples."""
         parts = zip(step.data.micro_batches, step.data.samples, strict=True)
-        return [list(itertools.islice(parts, number)) for number in step.data.micro_batches_by_worker]
+        return [list(itertools.islice(parts, number)) for number in step.data.micro_batches_by_part]
 
     def _iterate_worker(self, step: RunStep, worker: int, parts: Iterator[tuple[Any, Any]]) -> Iterator[MicroBatch]:
         self.exchange.begin_worker(worker)
@@ -142,7 +142,7 @@ class LocalSteps(Exchanging):
 
     def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         data, first, turns = step.data, 0, self._list_turns(step)
-        for place, (worker, turn) in enumerate(zip(self.own, turns, strict=True)):
+        for place, (worker, turn) in enumerate(zip(self.own_parts, turns, strict=True)):
             self.counts = data.micro_batch_counts[first : first + len(turn)].sum(0).to(self.accelerator.device)
             first += len(turn)
             yield from self._iterate_worker(step, worker, accumulate.iterate_micro_batches(self.accelerator, turn))
@@ -165,7 +165,7 @@ class LocalSteps(Exchanging):
 
     def join_counts(self, parts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         squares = zip(*(norms.square().tolist() for _, norms in parts), strict=True)
-        means = [add_exactly(values) / self.num_workers for values in squares]
+        means = [add_exactly(values) / self.num_parts for values in squares]
         return sum(counts for counts, _ in parts), torch.tensor(means, dtype=torch.float64).sqrt()
 
     def may_save(self, step: int, num_steps: int) -> bool:

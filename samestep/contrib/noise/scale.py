@@ -57,11 +57,11 @@ class NoiseScale(Part):
         self.measurements = batch_size.read_measurements(lines)
 
     def begin_step(self, step: RunStep) -> None:
-        if step.data.is_measured:
+        if step.data.is_cut_at_random:
             self.meter.begin(step.data.micro_batch_counts, step.attempt.counts)
 
     def gradient_computed(self, step: RunStep) -> None:
-        if not step.data.is_measured:
+        if not step.data.is_cut_at_random:
             return
         scaler = self.run.accelerator.scaler
         self.scale = 1.0 if scaler is None else scaler.get_scale()
@@ -80,7 +80,7 @@ class NoiseScale(Part):
         meter.measure(data.micro_batch_counts, step.attempt.counts, compute_losses)
 
     def gradient_reduced(self, step: RunStep) -> None:
-        if step.data.is_measured:
+        if step.data.is_cut_at_random:
             layers = self.meter.finish(self.run.reduction.num_averaged, self.scale)
             terms = None if self.term_meter is None else self.term_meter.finish(self.scale)
             self.last = StepNoise(step.index, layers, terms)

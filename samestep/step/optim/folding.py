@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from samestep._internals.torch_operators import foreach_mul_, foreach_norm
 from samestep.errors import UsageError
 from samestep.step.optim.random_projection import Signs, project
+from samestep.step.pieces import count_at_once, split_memory
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
-PIECES = {"cpu": 2**17}  # numbers updated at once, so that a CPU's cache holds them
-PIECE = 2**25  # the same elsewhere, so that temporaries stay small
 COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
 
 
@@ -492,7 +491,7 @@ class Bucket:
             for piece, moments in zip(split_memory(parameter.detach()), self.pieces[parameter], strict=True):
                 rows.append((parameter, piece, *moments))
                 num_numbers += piece.numel()
-                if num_numbers >= PIECES.get(self.flat.device.type, PIECE):
+                if num_numbers >= count_at_once(self.flat.device):
                     yield tuple(map(list, zip(*rows, strict=True)))  # rows become columns
                     rows, num_numbers = [], 0
         if rows:
@@ -504,12 +503,6 @@ def _fold(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
     """Pass a complete gradient to the optimizer, as a hook; a deleted optimizer leaves gradients alone."""
     if (live_optimizer := optimizer()) is not None:
         live_optimizer._take_gradient(parameter)
-
-
-def split_memory(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a small tensor as it is; split a large one, which fills its memory, into flat pieces in memory order."""
-    size = PIECES.get(tensor.device.type, PIECE)
-    return (tensor,) if tensor.numel() <= size else tensor.as_strided((tensor.numel(),), (1,)).split(size)
 
 
 def _parts(parameters: list[nn.Parameter], num_moments: int) -> Iterator[list[nn.Parameter]]:
