@@ -73,3 +73,17 @@ def test_the_exact_step_needs_no_other_way(train, monkeypatch):
     train("reproducible", f"{flags} --reproducible 3", program="pretrain_gpt2")
     with pytest.raises(ModuleNotFoundError, match=r"samestep\.contrib"):
         train("folded", f"{flags} --accumulation optimizer --second_moment unbiased", program="pretrain_gpt2")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("run", "Run"), ("report", "RunLog"), ("recovery", "Recovery"), ("checkpoint", "Saver")]
+)
+def test_what_asks_stays_small(module, name):
+    """At most 300 lines, 15 attributes, a constructor of 8 arguments."""
+    tree = ast.parse((ROOT / "samestep" / "training" / f"{module}.py").read_text(encoding="utf-8"))
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    stores = [node for node in ast.walk(found) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    (begin,) = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert found.end_lineno - found.lineno < 300
+    assert len({node.attr for node in stores if ast.unparse(node.value) == "self"}) <= 15
+    assert len(begin.args.args) + len(begin.args.kwonlyargs) <= 9

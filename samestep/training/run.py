@@ -212,8 +212,7 @@ class Run:
         is_at_end = False
         while not is_at_end:
             yield from self._iterate_steps()
-            has_ended = recovery.should_stop or self.reduction.has_ended
-            is_at_end = self.completed_steps >= self.plan.last_step or has_ended
+            is_at_end = self.completed_steps >= self.plan.last_step or recovery.should_stop or self.reduction.has_ended
 
     def _iterate_steps(self) -> Iterator[RunStep]:
         """Iterate over the steps, until the plan changes, which was not known when they were prepared."""
@@ -340,6 +339,7 @@ class Run:
         torch_distributed.release(trained.model)
         trained.model, trained.optimizer = self.accelerator.free_memory(trained.model, trained.optimizer)
         self.accelerator.end_training()
+        self.parts.clear()  # they know the run
         if self.problem is not None:
             raise UsageError(self.problem)
         return status
