@@ -363,3 +363,20 @@ def write_skipped(folder: Path, reports: Iterable[RowReport]) -> Path | None:
         return None
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return file
+
+
+def report_rows(data: Any, output_dir: Path | None, say: Callable[[str], None]) -> None:
+    """Say what became of the rows of a data set, where it tells; list those that are left out.
+
+    Args:
+        data: the data set.
+        output_dir: where the list goes; None: another process writes it.
+        say: prints a text.
+    """
+    reports = getattr(data, "row_reports", ())
+    for report in reports:
+        say(str(report))
+    if reports and output_dir is not None and (file := write_skipped(output_dir, reports)):
+        say(f"skipped rows are listed in {file}")
+    if (mask_report := getattr(data, "mask_report", None)) is not None:
+        say(str(mask_report))

@@ -408,6 +408,8 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
+BITS_DEPEND_ON = ("per_device_train_tokens", "attn_implementation", "noise_scale_steps")
+"""Settings that decide the bits of a step under --reproducible, beside precision and device."""
 OLD_FLAGS = {"on_bad_sample": ("on_bad_row", {"stop": "refuse"})}
 """Flag that will go in 0.2 -> its name today, and values that are called otherwise today."""
 RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}

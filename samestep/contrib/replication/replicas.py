@@ -32,14 +32,14 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from samestep._internals import torchft_replica
-from samestep.data.steps import StepData, Steps
+from samestep.contrib.replication.shared_folder import SharedFolder
+from samestep.data.steps import StepData
 from samestep.errors import RunError, UsageError
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import ExactSum
 from samestep.training import checkpoint, digest
+from samestep.training.recovery import Recovery
 from samestep.training.reduction import HasEnded
-from samestep.training.report import RunLog
-from samestep.training.shared_folder import SharedFolder
 
 SECONDS_BETWEEN_TRIES = 0.5  # to reach the lighthouse, or enough replicas
 SECONDS_TO_CONNECT = 5.0
@@ -53,6 +53,23 @@ be with the 25 MiB of DistributedDataParallel."""
 
 
 Answer = TypeVar("Answer")
+
+
+class ReplicaAccelerator(Accelerator):
+    """Accelerate's `Accelerator` of a replica of several (--fault_tolerance step).
+
+    Accelerate knows the processes of this replica only, so that nothing is divided by the number of replicas, which add their
+    gradients up.
+
+    Attributes:
+        is_main_process: whether it writes what a run writes; set from step to step.
+    """
+
+    is_main_process = True
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.is_main_process = self.process_index == 0  # until replicas have met
 
 
 class GradientBuffer:
@@ -212,10 +229,7 @@ class Replicas:
 
     def attach(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        steps: Steps,
-        log: RunLog,
+        recovery: Recovery,
         exact_sum: ExactSum | None,
         start: checkpoint.State,
         fingerprints: dict[str, str],
@@ -223,14 +237,15 @@ class Replicas:
         """Take what the replicas share: the model and all that a checkpoint holds, and the cut.
 
         Args:
-            model, optimizer: as prepared by `accelerator`.
-            steps: cuts the steps.
-            log: writes metrics; its evaluations and lines go to replicas that are behind.
+            recovery: has model and optimizer, cuts the steps, saves; the evaluations and lines of its log go to replicas that
+                are behind.
             exact_sum: adds the gradients up; None: they are added up in a buffer.
             start: the checkpoint's state.
             fingerprints: of the data.
         """
-        self.model, self.optimizer, self.steps, self.log, self.exact_sum = model, optimizer, steps, log, exact_sum
+        model, log = recovery.model, recovery.log
+        self.model, self.optimizer, self.steps, self.log = model, recovery.optimizer, recovery.steps, log
+        self.recovery, self.exact_sum = recovery, exact_sum
         self.step = start.step
         self.frozen = checkpoint.find_frozen(model)
         settings = (self.settings.reproducible, self.settings.dtype, self.accelerator.mixed_precision, self.local_size)
@@ -372,7 +387,7 @@ class Replicas:
             raise HasEnded
         if is_late:
             if self.is_first and self.has_begun:
-                self.log.save(self.step)
+                self.recovery.save(self.step)
             raise RunError(
                 f"step {self.step + 1}: {reason}, for {self.settings.ddp_timeout:.0f} s (--ddp_timeout). Start the lighthouse "
                 "and the replicas again, with --resume_from_checkpoint latest"
@@ -642,7 +657,7 @@ class Replicas:
         """Return all that a replica needs that is behind: what a checkpoint holds, and what is not in the files yet."""
         record = {
             "fingerprint": self.fingerprint,
-            "log": self.log.get_state(),
+            "log": self.log.share() | {"lines": self.folder.share()},
             "exponent": None if self.exact_sum is None else self.exact_sum.last_exponent,
         }
         optimizer = to_local(self.optimizer.optimizer.state_dict())
@@ -667,7 +682,9 @@ class Replicas:
         checkpoint.lay_out_as_parameters(self.optimizer)
         if self.exact_sum is not None:
             self.exact_sum.last_exponent = record["exponent"]
-        self.log.set_state(record["log"], self.manager.current_step())
+        self.log.join(record["log"], self.manager.current_step())
+        self.folder.take_over(record["log"]["lines"])
+        self.recovery.saver.abandoned_folders = []  # those in the folder are of the run that is joined
 
     def _divide(self, state: dict[str, Any]) -> dict[str, Any]:
         """Make moments that are this process's parts into parts of divided tensors, as their parameters are."""
@@ -724,7 +741,7 @@ class Replicas:
         self.folder.close()
         if self.buffer is not None:
             self.buffer.close()
-        self.model = self.optimizer = self.buffer = self.exact_sum = None
+        self.model = self.optimizer = self.buffer = self.exact_sum = self.recovery = None
 
 
 def _shorten(error: object) -> str:
