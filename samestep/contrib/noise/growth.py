@@ -72,8 +72,8 @@ class NoiseFollower:
     """
 
     def __init__(self, growth: BatchSchedule, largest: int, record: dict[str, Any] | None = None):
-        self.growth, self.sizes = growth, make_sizes(growth.sizes[0], largest)
-        record = record or {"stages": [(0, growth.sizes[0])], "measurements": [], "since": 0}
+        self.growth, self.sizes = growth, make_sizes(growth.smallest, largest)
+        record = record or {"stages": [(0, growth.smallest)], "measurements": [], "since": 0}
         self.stages = [Stage(*stage) for stage in record["stages"]]
         self.measurements = [Measurement(*measurement) for measurement in record["measurements"]]
         self.since = record["since"]
@@ -90,7 +90,7 @@ class NoiseFollower:
         self.since += 1
         if self.since < MEASUREMENTS:
             return None
-        self.since, first = 0, self.growth.sizes[0]
+        self.since, first = 0, self.growth.smallest
         share = find_signal_share([self.measurements], first)
         if not share.is_known:
             return None
