@@ -13,10 +13,11 @@ from typing import Any
 
 import harness
 import yaml
+from peer_decoder import PeerDecoder, adjust_gradients
 
 from samestep.cut.layout import solve_layout
 from stepplan import base_models, hardware, timing
-from stepplan.decoder import Decoder, Program, Tuning
+from stepplan.decoder import Tuning
 from stepplan.memory import Memory, planned_memory
 from stepplan.placement import RESERVED
 from stepplan.timing import SUSTAINED, Software, StepTime
@@ -31,12 +32,13 @@ def read_rows(kind: str) -> Any:
     return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
 
 
-def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Decoder:
+def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> PeerDecoder:
     """Make the model of a row as its program computes it."""
     method = Tuning(
         rank=row.get("rank"),
         targets=tuple(row.get("targets", ("all-linear",))),
         weight_bytes=row.get("weights", 2),
+        matrix_bytes=row.get("weights", 2),
         adapter_bytes=2,
         is_quantized="quantized" in row,
         doubles_scales=row.get("quantized") != "single",
@@ -45,7 +47,7 @@ def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> De
     program = dict(programs[row["program"]])
     if program.pop("unties_head", False):
         shape = dataclasses.replace(shape, tied_head=False)
-    return Decoder(shape=shape, sequence_length=row["length"], method=method, program=Program(**program))
+    return PeerDecoder(shape=shape, sequence_length=row["length"], method=method, **program)
 
 
 def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Memory:
@@ -56,16 +58,18 @@ def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Mem
         per_device_train_batch_size=row["b"],
         gradient_accumulation_steps=row.get("k", 1),
     )
-    return planned_memory(
-        make_decoder(row, programs),
+    model, gradient_bytes = make_decoder(row, programs), row.get("weights", 2)
+    memory = planned_memory(
+        model,
         layout,
         mixed_precision="bf16",
         gradient_checkpointing=row["recomputed"] != "none",
         sharded=row.get("sharded", False),
         offloaded=row.get("offloaded", False),
         moment_bytes=row["moments"],
-        gradient_bytes=row.get("weights", 2),
+        gradient_bytes=gradient_bytes,
     )
+    return adjust_gradients(memory, model, layout, gradient_bytes)
 
 
 def compare_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -266,16 +266,6 @@ def planned_memory(
     if offloaded:
         trained = weights = 0
     gradients, moments = gradient_bytes * trained, round(moment_bytes * trained)
-    is_cut = layout.gradient_accumulation_steps > 1
-    if isinstance(model, Decoder) and model.program.sums_whole_gradients and is_cut:
-        gradients = gradient_bytes * count_trained(model)
-    if isinstance(model, Decoder) and not model.program.keeps_gradients:
-        # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
-        last = model.last_peak(num_samples, **{name: options[name] for name in ("autocast", "gradient_checkpointing")})
-        largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
-        at_end = min(gradients, gradient_bytes * largest) if model.program.updates_in_backward else gradients
-        gradients = at_end if sum(last) + at_end > max(map(sum, (first, *later))) else 0
-        first, later = (last, [last]) if gradients else (first, later)
     backward = max(later, key=sum)
     states = weights + gradients + moments
     peak = max(first, backward, key=sum)
