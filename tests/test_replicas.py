@@ -14,7 +14,7 @@ from compare import parameters, relative
 from test_steps import Ragged
 from torch import nn
 
-from samestep.contrib.replication.replicas import GradientBuffer
+from samestep.contrib.replication.gradients import GradientBuffer
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Steps
