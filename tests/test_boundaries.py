@@ -21,9 +21,9 @@ FLOORS = [
     ["data"],
     ["models"],
     ["training"],
-    ["cli", "contrib"],
+    ["cli"],
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"contrib": len(FLOORS)}
 TORCHLESS = {"errors", "interrupt", "printing", "pages", "recipe", "cut"}
 PLANNED_WITH = {"cli", "errors", "printing", "pages", "recipe", "cut"}
 """Rooms that the planner may import from."""

@@ -15,6 +15,7 @@ import yaml
 from samestep.cli.flags import read_recipe, retype, write_file
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
+from samestep.printing import round_number
 from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
 from samestep.recipe.reading import format_name
@@ -322,7 +323,7 @@ def _describe_remedy(remedy: Remedy, workload: Workload) -> tuple[dict[str, Any]
     """Return the flags of a remedy, and its speed and whether the steps stay the same, in words."""
     placement = remedy.placement
     unit = "tokens" if workload.model.unit == "token" else "images"
-    speed = f"{text.round_number(1 / remedy.seconds_per_unit)} {unit}/s"
+    speed = f"{round_number(1 / remedy.seconds_per_unit)} {unit}/s"
     if remedy.changes:
         return {name: str(value) for name, value in remedy.changes.items()}, f"{speed}, another recipe"
     return {"on": str(placement.hardware)}, f"{speed}, the same steps"
