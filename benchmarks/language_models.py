@@ -13,14 +13,14 @@ from typing import Any
 
 import harness
 import yaml
-from peer_decoder import PeerDecoder, adjust_gradients
+from peer_decoder import PeerDecoder, PeerTuning, adjust_gradients
 
 from samestep.cut.layout import solve_layout
 from stepplan import base_models, hardware, timing
-from stepplan.decoder import Tuning
+from stepplan.hardware import Hardware
 from stepplan.memory import Memory, planned_memory
 from stepplan.placement import RESERVED
-from stepplan.timing import SUSTAINED, Software, StepTime
+from stepplan.timing import SUSTAINED, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
@@ -34,7 +34,7 @@ def read_rows(kind: str) -> Any:
 
 def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> PeerDecoder:
     """Make the model of a row as its program computes it."""
-    method = Tuning(
+    method = PeerTuning(
         rank=row.get("rank"),
         targets=tuple(row.get("targets", ("all-linear",))),
         weight_bytes=row.get("weights", 2),
@@ -133,9 +133,10 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         gradient_checkpointing=recomputed,
         sharded=is_sharded,
         num_shards=row.get("num_shards"),
-        offloaded=row.get("offloaded", False),
         sustained=dict.fromkeys(SUSTAINED, sustained),
     )
+    if row.get("offloaded", False):
+        step = offload(step, work, software, machine, row["k"])
     if share == 1:
         return step
     # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
@@ -144,6 +145,23 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
     pair = dataclasses.replace(hardware.parse(row["hardware"]), num_devices=share, num_nodes=1)
     exposed = step.exposed_communication + sums * timing.all_reduce(pair, size)
     return dataclasses.replace(step, exposed_communication=exposed)
+
+
+HOST_LINK, HOST_MEMORY = 25e9, 200e9
+"""Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
+channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
+
+
+def offload(step: StepTime, work: Work, software: Software, machine: Hardware, k: int) -> StepTime:
+    """Add the time of weights, gradients and moments that are divided and in host memory (FSDP2's CPU offload).
+
+    They cross `HOST_LINK` for every gather and reduction, and `HOST_MEMORY` in the update.
+    """
+    num_bytes = 2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained
+    computing = step.products + step.memory_traffic + step.weights + step.launches
+    waiting = max(0.0, k * num_bytes / machine.num_processes / HOST_LINK - computing)
+    update = work.trained * software.optimizer_bytes / HOST_MEMORY / machine.num_nodes
+    return dataclasses.replace(step, exposed_communication=step.exposed_communication + waiting, optimizer=update)
 
 
 def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> float:

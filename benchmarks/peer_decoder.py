@@ -7,9 +7,29 @@ weights in 16 bits throughout or FSDP's own casts, attention in place, heads who
 import dataclasses
 
 from samestep.cut.layout import Layout
-from stepplan.decoder import Decoder, Linear
+from stepplan.decoder import NF4_BLOCK, Decoder, Linear, Tuning
 from stepplan.memory import Memory, count_trained
 from stepplan.transformer import Peak
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerTuning(Tuning):
+    """What another program trains, and in which bytes it keeps weights.
+
+    Attributes:
+        weight_bytes: bytes of a weight that is kept whole: 4, or 2.
+        adapter_bytes: bytes of a number of an adapter.
+        doubles_scales: whether the scales of weights in 4 bits are quantised again, to a byte (double quantisation); else they
+            take 4 bytes.
+    """
+
+    weight_bytes: int = 4
+    adapter_bytes: int = 4
+    doubles_scales: bool = True
+
+    @property
+    def quantized_bytes(self) -> float:
+        return super().quantized_bytes if self.doubles_scales else 0.5 + 4 / NF4_BLOCK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

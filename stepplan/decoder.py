@@ -205,24 +205,20 @@ class Tuning:
         targets: all-linear, or names of the matrices that get adapters.
         uses_dora: whether the norms of the adapted matrices are trained beside the adapters (DoRA).
         trains_outside: whether embedding and head are trained whole beside adapters.
-        weight_bytes: bytes of a weight that is kept whole: 4, or 2.
         matrix_bytes: bytes of a weight of a matrix that is not quantised; of one that is frozen as its files hold it.
         cast_bytes: bytes of a weight of such a matrix in its copy, while it is multiplied; 0: there is none.
-        adapter_bytes: bytes of a number of an adapter.
         is_quantized: whether frozen matrices of the layers are kept in 4 bits (NF4): half a byte, and scales.
-        doubles_scales: whether the scales are quantised again, to a byte (double quantisation); else they take 4 bytes.
     """
 
     rank: int | None = None
     targets: tuple[str, ...] = (ALL_LINEAR,)
     uses_dora: bool = False
     trains_outside: bool = False
-    weight_bytes: int = 4
     matrix_bytes: int = 4
     cast_bytes: int = 0
-    adapter_bytes: int = 4
     is_quantized: bool = False
-    doubles_scales: bool = True
+
+    weight_bytes = adapter_bytes = 4  # of a number that is trained
 
     def is_adapted(self, name: str) -> bool:
         """Tell whether a matrix of this name gets an adapter."""
@@ -231,8 +227,7 @@ class Tuning:
     @property
     def quantized_bytes(self) -> float:
         """Bytes of a weight in NF4: 4 bits, and a scale for 64 of them, itself a byte and a share of a second scale."""
-        scale = 1 + 4 / NF4_GROUP if self.doubles_scales else 4
-        return 0.5 + scale / NF4_BLOCK
+        return 0.5 + (1 + 4 / NF4_GROUP) / NF4_BLOCK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -557,8 +552,8 @@ class Decoder(Activations):
 
     def traffic_bytes(self, *, autocast: bool) -> int:
         """Count the bytes by which the traffic of element-wise kernels is measured: `saved_bytes` with all weights trained."""
-        whole = dataclasses.replace(self, method=Tuning(weight_bytes=self.method.weight_bytes))
-        return whole.saved_bytes(autocast=autocast)
+        method = dataclasses.replace(self.method, rank=None, uses_dora=False, is_quantized=False)
+        return dataclasses.replace(self, method=method).saved_bytes(autocast=autocast)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Memory

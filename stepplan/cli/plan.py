@@ -223,8 +223,7 @@ def answer_plan(
         placement = _place(make, hardware, cut | options, words)
         if settings.write_config is not None:
             write_file("write_config", settings.write_config, placement.config(settings.write_config))
-        options = {option: getattr(placement, option) for option in options}
-        layout = placement.layout
+        options, layout = placement.options, placement.layout
         result = subject | answer.describe_plan(workload, layout, placement.memory, options)
         write_command = None
         if workload.script and settings.write_config is None and placement.config_file is None:
@@ -268,10 +267,7 @@ def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any]
         except UsageError as error:
             rows.append({"hardware": str(machine), "problem": str(error)})
             continue
-        chosen = {
-            option: getattr(placement, option) for option in ("mixed_precision", "gradient_checkpointing", "sharded")
-        }
-        described = answer.describe_plan(workload, placement.layout, placement.memory, chosen)
+        described = answer.describe_plan(workload, placement.layout, placement.memory, placement.options)
         rows.append(described | answer.describe_placement(placement, placement.command(), terms=own_terms))
     rows = answer.sort_rows(rows, settings.sort)
     result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
