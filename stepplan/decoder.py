@@ -289,11 +289,6 @@ class Weights:
         return self.num_adapter + self._num_vocabulary * self.method.trains_outside + self.hidden_size * self.num_scored
 
     @property
-    def num_active(self) -> int:
-        """Weights that a token meets."""
-        return self.shape.num_active - self.shape.num_outside + self.num_outside + self.num_adapter
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are kept."""
         method = self.method
@@ -309,6 +304,7 @@ class Weights:
         method, shape = self.method, self.shape
         matrices = sum(linear.size for linear in shape.linears(is_mixture))
         others = shape.layer_parameters(is_mixture) - matrices
+        # Normalisations, biases, routers and experts are no linear layers, which alone are held in fewer bytes
         matrix_bytes = method.quantized_bytes if method.is_quantized else method.matrix_bytes
         adapters = method.adapter_bytes * self.count_adapter(is_mixture)
         return matrices * matrix_bytes + others * method.weight_bytes + adapters
@@ -413,6 +409,7 @@ class Activations(Weights):
     def norm_bytes(self, b: int) -> int:
         """Count the bytes per token of a layer's normalisations, which compute in float32."""
         shape, is_full = self.shape, self.method.rank is None
+        # The input for the input's gradient, what it is scaled to for the weight's, and a statistic
         total = (shape.num_pre_norms + shape.num_post_norms) * ((8 if is_full else 4) * shape.hidden_size + 4)
         if shape.qk_norm != "none":
             # Llama's kind casts before its weight, Gemma's and OLMo's after it
@@ -449,7 +446,7 @@ class Activations(Weights):
         shape = self.shape
         k, h, f = shape.experts_per_token, shape.hidden_size, shape.expert_size
         is_full = self.method.rank is None or self.adapts_experts
-        router = (b * h if is_full else 0) + 8 * shape.num_experts
+        router = (b * h if is_full else 0) + 8 * shape.num_experts  # its scores, and their softmax in float32
         return router + k * self.number_bytes * (3 * f + h + ((h + f) if is_full else 0))
 
     def temporary_bytes(self, autocast: bool) -> float:
@@ -516,6 +513,7 @@ class Decoder(Activations):
         matmuls. Within a window W a query is counted for 2 W - W^2 / T keys.
         """
         shape, t = self.shape, self.sequence_length
+        # The embedding is looked up, never multiplied; of experts only those that a token visits are
         head = self.hidden_size * (self.num_scored or self.vocab_size)
         router = shape.num_mixtures * shape.num_experts * self.hidden_size
         matrices = sum(linear.size for linear in self.linears) + head + router + self._num_visited
@@ -600,7 +598,7 @@ class Decoder(Activations):
         tokens, shape, is_full = self.rows(num_samples), self.shape, self.method.rank is None
         layers = [(count, self.layer_bytes(is_mixture, autocast=autocast)) for is_mixture, count in self.kinds]
         saved, again = sum(count * size for count, size in layers), 0.0
-        if gradient_checkpointing:
+        if gradient_checkpointing:  # the inputs stay float32, also under autocast, as the residual stream does
             saved, again = 4 * shape.hidden_size * self.num_layers, max(size for _, size in layers)
         fixed, gradient = self._expert_sums(gradient_checkpointing)
         if is_full:  # the gradient of the largest matrix, before it is added to what was there
@@ -662,7 +660,9 @@ class Decoder(Activations):
         peaks = self.peaks(num_samples, autocast=autocast, gradient_checkpointing=gradient_checkpointing)
         w, (layer, trained, trained_outside) = gathered_bytes, self.count_gathered(gathered_bytes)
         forward, head, backward = peaks
-        caches = [0 if w == 2 else peak.autocast_cache for peak in peaks]
+        caches = [
+            0 if w == 2 else peak.autocast_cache for peak in peaks
+        ]  # what is gathered in 16 bits is not cast again
         outside, gradient = w * self.num_outside, w * trained_outside
         in_layer = round(outside + 2 * layer + (w + 4) * trained + backward.gathered)
         return (

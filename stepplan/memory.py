@@ -251,6 +251,7 @@ def planned_memory(
     if isinstance(model, Decoder) and model.method.matrix_bytes == 2:  # as files hold them, mostly in bf16
         cast_bytes = {"no": 4, "fp16": 2, "bf16": 0}[mixed_precision]
         model = dataclasses.replace(model, method=dataclasses.replace(model.method, cast_bytes=cast_bytes))
+    # Process 0 has the largest share, and no process needs more than it does
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     parts = (num_shards or layout.num_processes) if sharded else 1
     trained = -(-count_trained(model) // parts)
@@ -267,6 +268,7 @@ def planned_memory(
         trained = weights = 0
     gradients, moments = gradient_bytes * trained, round(moment_bytes * trained)
     backward = max(later, key=sum)
+    # States are there all the time; which peak is the largest depends on the rest alone
     states = weights + gradients + moments
     peak = max(first, backward, key=sum)
     return Memory(

@@ -352,8 +352,10 @@ def step_time(
         raise UsageError(
             f"{hardware} has {format_count(hardware.num_processes, 'process')}, the layout {layout.num_processes}"
         )
+    # All wait for the process with the largest share
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
+    # Recomputing is a forward more: its products, its traffic, its reads of the weights, its launches
     passes = 1 + gradient_checkpointing * work.forward_share
     fused = software.kernels == "compiled"
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
@@ -469,8 +471,9 @@ def _communication(
         total = work.num_layers * (2 * gather + reduction)
         return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
     num_bytes = software.gradient_bytes * work.trained
-    num_buckets = math.ceil(num_bytes / BUCKET) if software.overlapped else 1
+    num_buckets = max(1, math.ceil(num_bytes / BUCKET)) if software.overlapped else 1  # adapters may match nothing
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
     total, times = num_buckets * bucket, k if reduce_every_micro_batch else 1  # seconds of a reduction, reductions
+    # The last bucket begins when the backward ends, so that nothing hides it
     backward = BACKWARD * seconds if software.overlapped else 0.0
     return times * total, times * min(total, max(0.0, total - backward) + bucket)
