@@ -126,7 +126,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="watch runs/first",
     ),
     "advise": Command(
-        answered_by="stepplan.cli.advise:advise",
+        answered_by="samestep.contrib.advice.command:advise",
         summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
         description=(
             "Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, "

@@ -72,7 +72,7 @@ def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
     """Find the class of a run's accelerator."""
     if settings.fault_tolerance != "step":
         return Accelerator
-    kind: type[Accelerator] = _load("samestep.contrib.replication.replicas:ReplicaAccelerator")
+    kind: type[Accelerator] = _load("samestep.contrib.replication.replica_accelerator:ReplicaAccelerator")
     return kind
 
 
