@@ -735,7 +735,10 @@ def _load_results(file: Path) -> dict[str, list]:
     """Load results of verified images: name -> [mark, reason or None, notes]."""
     try:
         results = json.loads(read_text(file, str(file), MAX_RESULTS)).items()
-        return {name: [str(mark), fault and str(fault), [*map(str, notes)]] for name, (mark, fault, notes) in results}
+        return {
+            name: [str(mark), None if fault is None else str(fault), [*map(str, notes)]]
+            for name, (mark, fault, notes) in results
+        }
     except (ValueError, TypeError, AttributeError, RecursionError):  # none, or damaged: the images are verified again
         return {}
 

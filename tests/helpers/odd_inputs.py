@@ -425,9 +425,9 @@ def _read_capacity() -> None:
 
 
 def _read_results() -> None:
-    for mark, fault in images._load_results(Path("odd.json")).values():
-        assert isinstance(mark, str)
+    for mark, fault, notes in images._load_results(Path("odd.json")).values():
         assert fault is None or isinstance(fault, str)
+        assert all(isinstance(text, str) for text in (mark, *notes))
 
 
 def _in_own_cache(read: Callable[[], object]) -> Callable[[], None]:
