@@ -106,7 +106,7 @@ class Replicas:
             start: the checkpoint's state.
             fingerprints: of the data.
         """
-        self.recovery, self.steps, log = recovery, recovery.steps, recovery.log
+        self.steps, log = recovery.steps, recovery.log
         self.notices = Notices(log, self.processes)
         self.processes.step = start.step
         precision = self.accelerator.mixed_precision
@@ -200,7 +200,7 @@ class Replicas:
             raise HasEnded
         if is_late:
             if self.is_first and self.has_begun:
-                self.recovery.save(self.processes.step)
+                self.state.recovery.save(self.processes.step)
             raise RunError(
                 f"step {self.processes.step + 1}: {reason}, for {self.settings.ddp_timeout:.0f} s (--ddp_timeout). Start the "
                 "lighthouse and the replicas again, with --resume_from_checkpoint latest"
