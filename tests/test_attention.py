@@ -1,12 +1,11 @@
 """Samples end to end are computed as transformers computes each of them alone."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
+from varlen import reference_varlen
 
 from samestep.data import ragged
 from samestep.data.ragged import make_micro_batch, make_rows, split_by_length
@@ -80,17 +79,6 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
     assert (gradient(ours) - gradient(theirs)).norm() < 1e-12 * gradient(theirs).norm()
     _, logits = sums.eval()(**micro_batch, labels=labels)
     assert torch.allclose(logits, expected, rtol=1e-12)
-
-
-def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
-    """Compute on a CPU what torch's kernel of that name computes."""
-    parts = []
-    for (start_q, stop_q), (start_k, stop_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        assert 0 < stop_q - start_q <= longest_q
-        assert 0 < stop_k - start_k <= longest_k
-        scores = torch.einsum("qhd,khd->hqk", q[start_q:stop_q], k[start_k:stop_k]) * scale
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start_k:stop_k]))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("case", ["ragged", "equal", "many"])

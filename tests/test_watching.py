@@ -98,7 +98,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
     output_dir = train("mine", flags)
     front, text = read_card(output_dir)
     results = json.loads((output_dir / "all_results.json").read_text())
-    assert (front["license"], front.pipeline_tag, front["library_name"]) == ("mit", "fill-mask", "transformers")
+    assert (front["license"], front["pipeline_tag"], front["library_name"]) == ("mit", "fill-mask", "transformers")
     assert "base_model" not in front
     assert "datasets" not in front
     assert "Python's own documentation" not in text

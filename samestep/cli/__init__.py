@@ -44,7 +44,8 @@ def answer(name: str, argv: list[str]) -> int | None:
     except ModuleNotFoundError as error:
         if not f"{error.name}.".startswith(f"{package}."):
             raise
-        rule = f"{program_name()} {name} needs the package {package}, which is not installed: pip install samestep"
+        needed = "samestep.contrib" if package == "samestep" else package
+        rule = f"{program_name()} {name} needs the package {needed}, which is not installed: pip install samestep"
         raise UsageError(rule) from error
     if package != "stepaudit":
         return answers(argv)

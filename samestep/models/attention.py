@@ -163,12 +163,8 @@ def _last_layer(
         inputs = ((module.query, query_hidden), (module.key, hidden), (module.value, hidden))
         q, k, v = (project(x).unflatten(1, (-1, module.attention_head_size)) for project, x in inputs)
         kernel = attention_kernel(module.config).removeprefix(PREFIX)
-        place, attend_to = (q, k, v, query_tables, token_tables), _see_both_sides(module, tuple(queries.shape))
-        y = (
-            _attend_by_ends(attend_to, *place)
-            if kernel == "varlen"
-            else attend(kernel, attend_to, *place, token_tables.is_token)
-        )
+        attended = _see_both_sides(module, tuple(queries.shape))
+        y = attend(kernel, attended, q, k, v, query_tables, token_tables, token_tables.is_token)
     y = layer.attention.output(y.flatten(1), query_hidden)
     return layer.output(layer.intermediate(y), y)[None]
 
@@ -216,6 +212,7 @@ class Layer(NamedTuple):
         dropout: the module whose noise may be by sample.
         rate: probability of dropping a probability.
         rows: shape by which the noise knows the rows of the queries.
+        window: keys that a query sees on each side, its own included, which varlen asks for and masks have; None: all.
     """
 
     scaling: float
@@ -225,13 +222,15 @@ class Layer(NamedTuple):
     dropout: nn.Module | None = None
     rate: float = 0.0
     rows: tuple[int, ...] = ()
+    window: int | None = None
 
 
-def _see_both_sides(module: nn.Module, rows: tuple[int, ...]) -> Layer:
+def _see_both_sides(module: nn.Module, rows: tuple[int, ...], window: int | None = None) -> Layer:
     """Describe a layer of BERT, [heads, d] of its tokens; or of ModernBERT, which has no dropout of probabilities."""
     dropout = getattr(module, "dropout", None)
     rate = dropout.p if dropout is not None and module.training else 0.0
-    return Layer(getattr(module, "scaling", None) or module.head_dim**-0.5, dropout=dropout, rate=rate, rows=rows)
+    scaling = getattr(module, "scaling", None) or module.head_dim**-0.5
+    return Layer(scaling, dropout=dropout, rate=rate, rows=rows, window=window)
 
 
 def _interface(kernel: str):
@@ -249,9 +248,7 @@ def _interface(kernel: str):
     ) -> tuple[torch.Tensor, None]:
         """Compute attention as transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        layer = _see_both_sides(module, (1, len(q)))
-        if kernel == "varlen":
-            return _attend_by_ends(layer, q, k, v, token_tables, token_tables, sliding_window)[None], None
+        layer = _see_both_sides(module, (1, len(q)), sliding_window)
         masks = token_tables.is_token if sliding_window is None else narrow_masks
         return attend(kernel, layer, q, k, v, token_tables, token_tables, masks)[None], None
 
@@ -263,18 +260,12 @@ for _kernel in KERNELS:
     AttentionInterface.register(PREFIX + _kernel, _interface(_kernel))
 
 
-def _attend_by_ends(
-    layer: Layer, q, k, v, query_tables: Tables, token_tables: Tables, sliding_window: int | None = None
-) -> torch.Tensor:
-    """Compute `attend` by the kernel for samples of any length; 0 for tokens of no sample.
-
-    Args:
-        sliding_window: keys that a query sees on each side, its own included; None: all.
-    """
+def _attend_by_ends(layer: Layer, q, k, v, query_tables: Tables, token_tables: Tables) -> torch.Tensor:
+    """Compute `attend` by the kernel for samples of any length, where both sides are seen; 0 for tokens of no sample."""
     assert not layer.rate, "the kernel has no dropout"
     longest = query_tables.sources[0].shape[2], token_tables.sources[0].shape[2]
     (num_queries,), (num_tokens,) = query_tables.place.shape, token_tables.place.shape  # without spare ones
-    window = -1 if sliding_window is None else sliding_window - 1
+    window = -1 if layer.window is None else layer.window - 1
     options = {"scale": layer.scaling, "window_size": (window, window)}
     ends, rest = (query_tables.ends, token_tables.ends), len(q) - num_queries
     y = varlen_attn(q[:num_queries], k[:num_tokens], v[:num_tokens], *ends, *longest, **options)
@@ -297,9 +288,11 @@ def attend(
     In plain products the R heads that share keys lie side by side: their queries are R rows per token of the same product.
 
     Args:
-        kernel: of `KERNELS`, with tables: eager's are of a group per key head, those of sdpa of one group.
+        kernel: of `KERNELS`; eager's tables are of a group per key head, those of the others of one group.
         masks: of each table, see `scores`; for sdpa what torch's kernels take. None: all is seen, or what is not behind.
     """
+    if kernel == "varlen":
+        return _attend_by_ends(layer, q, k, v, query_tables, token_tables)
     num_groups, num_repeats, is_eager = k.shape[1], q.shape[1] // k.shape[1], kernel.startswith("eager")
     row_keys, outputs = _row_keys(layer, query_tables, num_groups, num_repeats), []
     # Of each table, eager: [S', g, W', R d] and twice [S', g, T, d]; sdpa: [S', heads, W', d] and twice [S', g, T, d]
