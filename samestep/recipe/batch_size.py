@@ -1,7 +1,7 @@
 """Finds the batch that a measured noise of the gradient allows: estimates with intervals, steps and samples by batch.
 
 The gradient noise scale of a step with B samples is B V / |mu|^2 samples, from its noise V and its signal |mu|^2
-(`samestep.step.noise_scale`). Single steps say little: numerators and denominators are averaged over steps, each by itself
+(`samestep.contrib.noise`). Single steps say little: numerators and denominators are averaged over steps, each by itself
 (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
 """
 

@@ -130,7 +130,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _is_growth(value: Any) -> bool:
-    """Tell whether a value is a `planner.ramp.NoiseFollower.record`."""
+    """Tell whether a value is a record of a batch that follows the noise, `State.growth`."""
     if type(value) is not dict or not _is_count(value.get("since")):
         return False
     stages, measurements = value.get("stages"), value.get("measurements")
