@@ -1,5 +1,6 @@
 """Shared by all tests: an offline cache of their own, a small corpus of real text, and runs of the real script."""
 
+import contextlib
 import fcntl
 import gc
 import json
@@ -33,6 +34,7 @@ import torch
 from blank import draw_nothing
 from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
 from forked import AUDITED, Server
+from hooks import call_after_forward
 
 from samestep import interrupt
 from samestep.models import cpu_matmul as products
@@ -128,6 +130,25 @@ def restore_signal_handlers():
 def nothing_remembered(monkeypatch, tmp_path):
     """Forget after each test what it learned about memory."""
     monkeypatch.setattr(capacity, "FILE", tmp_path / "capacity.json")
+
+
+@pytest.fixture
+def use_cache(monkeypatch):
+    """Let HF_DATASETS_CACHE name a folder: use_cache(folder). `datasets` reads it once, and its config at every use."""
+    import datasets  # here: it reads HF_HOME when it is imported
+
+    def use(folder: Path) -> None:
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(folder))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+
+    return use
+
+
+@pytest.fixture
+def after_forward():
+    """Act behind each forward of a class of modules: after_forward(module_class, act); see `hooks.call_after_forward`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda module_class, act: stack.enter_context(call_after_forward(module_class, act))
 
 
 @pytest.fixture(autouse=True)

@@ -23,13 +23,12 @@ NAME = "encoder.layer.1.output.dense.weight"
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
+def ask(capsys):
     """Call `compare`: ask("words") -> exit code, output, errors."""
 
     def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["recipes", "compare", *map(str, words)])
         capsys.readouterr()  # what trainings printed
-        code = exit_code(cli.main)
+        code = exit_code(lambda: cli.main(["compare", *map(str, words)]))
         return code, *capsys.readouterr()
 
     return run
@@ -66,7 +65,7 @@ def flip(monkeypatch, scripts):
     return install
 
 
-def test_one_bit_of_one_gradient_is_found(train, flip, ask, tmp_path, monkeypatch):
+def test_one_bit_of_one_gradient_is_found(train, flip, ask, tmp_path):
     """At its step, in its tensor; with rare digests between which of them; without digests nothing is guessed."""
     a, b = train("a", FLAGS), train("b", FLAGS)
     assert ask(a, b)[:2] == (

@@ -1,7 +1,6 @@
 """Arithmetic of benchmarks/device.py and benchmarks/scaling.py, the file that ships for a CPU, and plans for it."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -124,9 +123,8 @@ def test_every_number_that_is_written_has_a_source(tmp_path):
 
 
 @pytest.mark.parametrize(("hardware", "file"), [("1xcpu", "cpu.yaml"), ("2xcpu", "2xcpu.yaml")])
-def test_a_plan_for_a_cpu(hardware, file, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_small_cpu", "--on", hardware, "--json"])
-    assert exit_code(program.main) == 0
+def test_a_plan_for_a_cpu(hardware, file, capsys):
+    assert exit_code(lambda: program.main(["plan", "bert_small_cpu", "--on", hardware, "--json"])) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["hardware"] == hardware
     precision = "no" if load_device("cpu").bf16_tflops is None else "bf16"

@@ -11,7 +11,6 @@ import os
 import pickle
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import evaluate
@@ -24,7 +23,7 @@ from PIL import EpsImagePlugin, Image
 from safetensors.torch import load_file
 from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2LMHeadModel
 
-from samestep import cli as __main__
+from samestep import cli
 from samestep.errors import exit_code
 from samestep.training import checkpoint, metrics
 from stepplan import trace
@@ -78,14 +77,13 @@ def leaves_mark(mark):
 
 
 @pytest.fixture
-def ask(scripts, corpus, tmp_path, mark, capsys, monkeypatch):
+def ask(scripts, corpus, tmp_path, mark, capsys):
     """Call a program, and return its exit code, 0 or 2, and the one line of its error. Check that there is no mark after it."""
 
     def call(program: str, *flags: str) -> tuple[int, str]:
         fresh_accelerator()
         if program == "recipes":
-            monkeypatch.setattr(sys, "argv", ["recipes", *flags])
-            main = __main__.main
+            main = functools.partial(cli.main, flags)
         else:
             argv = tiny_argv(program, corpus, tmp_path / "run", f"{SMALL} --overwrite_output_dir")
             if "--dataset_name" in flags and "--train_file" in argv:

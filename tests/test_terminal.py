@@ -110,8 +110,7 @@ def test_lines_fit_a_terminal(monkeypatch):
 def test_a_closed_output(monkeypatch):
     """As of `samestep list >&-`."""
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "argv", ["samestep", "list", "bert"])
-    assert errors.exit_code(cli.main) == 0
+    assert errors.exit_code(lambda: cli.main(["list", "bert"])) == 0
 
 
 def test_the_next_command_is_one(monkeypatch, tmp_path):
@@ -122,8 +121,7 @@ def test_the_next_command_is_one(monkeypatch, tmp_path):
         assert words in ([], ["-m", "samestep"])
         assert program == "samestep" or os.access(program, os.X_OK)
     (tmp_path / "metrics.jsonl").touch()
-    monkeypatch.setattr(sys, "argv", ["samestep", "watch", str(tmp_path), "--html", str(tmp_path / "page.html")])
-    cli.main()
+    cli.main(["watch", str(tmp_path), "--html", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").exists()
 
 
