@@ -146,10 +146,10 @@ def join_chats(number: int) -> tuple[list[dict[str, str]], drawn_chats.Chat]:
     return turns, chat
 
 
-def write_data(work: Path) -> None:
+def write_data(work: Path, num_chats: int = NUM_CHATS) -> None:
     """Write conversations, and the same ones as pairs of a right and a wrong last answer."""
     with (work / "chats.jsonl").open("w", encoding="utf-8") as chats, (work / "pairs.jsonl").open("w") as pairs:
-        for number in range(NUM_CHATS):
+        for number in range(num_chats):
             turns, chat = join_chats(number)
             right, wrong = ([{"role": "assistant", "content": text}] for text in (chat.answer, chat.wrong))
             chats.write(json.dumps({"messages": turns + right}) + "\n")

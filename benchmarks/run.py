@@ -196,24 +196,26 @@ def rate(stamps: list[Stamp], turn: Turn) -> float:
     return sum(stamp.units for stamp in whole) / (whole[-1].time - first.time)
 
 
-def running_means(stamps: list[Stamp]) -> list[float]:
-    """Compute the mean loss of every `WINDOW` steps in a row."""
+def running_means(stamps: list[Stamp], window: int = WINDOW) -> list[float]:
+    """Compute the mean loss of every `window` steps in a row."""
     losses = [stamp.loss for stamp in stamps]
-    return [statistics.mean(losses[start : start + WINDOW]) for start in range(len(losses) - WINDOW + 1)]
+    return [statistics.mean(losses[start : start + window]) for start in range(len(losses) - window + 1)]
 
 
-def times_to_loss(stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]]) -> dict[str, Any] | None:
+def times_to_loss(
+    stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]], window: int = WINDOW
+) -> dict[str, Any] | None:
     """Find the loss that all programs reached, and when each did: its own seconds, seconds since its first step, its steps.
 
     None where a program has taken too few steps.
     """
-    means = {title: running_means(series) for title, series in stamps.items()}
+    means = {title: running_means(series, window) for title, series in stamps.items()}
     if not all(means.values()):
         return None
     value = math.ceil(1000 * max(min(values) for values in means.values())) / 1000
     result: dict[str, Any] = {"loss": value, "programs": {}}
     for title, values in means.items():
-        place = next(number for number, mean in enumerate(values) if mean <= value) + WINDOW - 1
+        place = next(number for number, mean in enumerate(values) if mean <= value) + window - 1
         seconds, first = (running_time(turns[title], stamps[title][step].time) for step in (place, 0))
         result["programs"][title] = {"seconds": seconds, "training": seconds - first, "steps": place + 1}
     return result

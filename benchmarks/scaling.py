@@ -176,10 +176,10 @@ def measure(is_throttled: bool, rounds: int) -> dict[str, list[float]]:
     }
 
 
-def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
-    """Call `measure` in namespaces with throttled links; the reason, where they cannot be made."""
+def measure_throttled(rounds: int, namespace: list[str] = NAMESPACE) -> dict[str, list[float]] | str:
+    """Call `measure` in namespaces with throttled links, which a command makes; the reason, where they cannot be made."""
     try:
-        tried = subprocess.run([*NAMESPACE, SET_UP], capture_output=True, text=True)
+        tried = subprocess.run([*namespace, SET_UP], capture_output=True, text=True)
     except OSError as error:
         return f"{error.strerror}: unshare"
     if tried.returncode:
@@ -187,7 +187,7 @@ def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
     with tempfile.TemporaryDirectory() as folder:
         seconds = f"{folder}/seconds.json"
         words = [sys.executable, __file__, "--rounds", str(rounds), "--throttled_into", seconds]
-        subprocess.run([*NAMESPACE, SET_UP + 'exec "$@"', "sh", *words], check=True)
+        subprocess.run([*namespace, SET_UP + 'exec "$@"', "sh", *words], check=True)
         return json.loads(Path(seconds).read_text())
 
 

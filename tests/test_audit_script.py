@@ -16,7 +16,6 @@ from cases import thorough
 from common import ROOT, fresh_accelerator
 from waiting import PATIENCE
 
-from stepaudit import script
 from stepaudit.errors import UsageError
 from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, compare, find_faults
 from stepaudit.random_projection import EXACT_SIZE, sketch
@@ -386,20 +385,19 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     assert lines[5] == "NOT exact (tolerance 1e-05)"
 
 
-def test_the_command_for_machines(monkeypatch, capsys, run):
+def test_the_command_for_machines(capsys, run):
     """And 0 for what is exact."""
-    monkeypatch.setattr(script, "record", lambda program, v, *_: run("groupnorm", *map(int, v.flags.values())))
-    assert audit_script([*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]) == 0
+    words = [*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]
+    assert audit_script(words, run_program=lambda _, v, *__: run("groupnorm", *map(int, v.flags.values()))) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["is_exact"] is answer["comparisons"][0]["is_exact"] is True
     assert (answer["tolerance"], answer["findings"], answer["comparisons"][0]["findings"]) == (1e-9, [], [])
 
 
-def test_json_has_null_where_a_step_is_not_compared(monkeypatch, capsys, run):
-    monkeypatch.setattr(
-        script, "record", lambda program, v, *_: run("shuffles_per_layout", *map(int, v.flags.values()))
-    )
-    assert audit_script([*VARY, "--json", "--", str(program("shuffles_per_layout"))]) == 1
+def test_json_has_null_where_a_step_is_not_compared(capsys, run):
+    name = "shuffles_per_layout"
+    words = [*VARY, "--json", "--", str(program(name))]
+    assert audit_script(words, run_program=lambda _, v, *__: run(name, *map(int, v.flags.values()))) == 1
     text = capsys.readouterr().out
     assert "NaN" not in text
     assert json.loads(text)["comparisons"][0]["errors"] == [None] * 5

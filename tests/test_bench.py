@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_argv
+from common import ROOT, TINIES, fresh_accelerator, load_script, model_of, task_of, tiny_argv
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.cut.order import Order
@@ -73,14 +73,13 @@ def test_running_time_is_the_time_of_its_turns(bench, module):
     assert bench.step_seconds(stamps, turns) == 3  # of 3, 2 + 1, 4
 
 
-def test_time_to_the_loss_that_all_reached(bench, monkeypatch):
-    monkeypatch.setattr(bench, "WINDOW", 2)
+def test_time_to_the_loss_that_all_reached(bench):
     stamps = {
         "ours": [bench.Stamp(time, 1, loss) for time, loss in enumerate([9, 5, 3, 1, 1])],
         "slow": [bench.Stamp(10 + 2 * time, 1, loss) for time, loss in enumerate([9, 5, 3])],
     }
     turns = {"ours": [(0, 2), (7, 9)], "slow": [(10, 20)]}
-    times = bench.times_to_loss(stamps, turns)
+    times = bench.times_to_loss(stamps, turns, window=2)
     assert times["loss"] == 4
     assert times["programs"] == {
         "ours": {"seconds": 2, "training": 2, "steps": 3},
@@ -172,21 +171,18 @@ def test_every_number_of_micro_steps_has_a_recipe(module, tmp_path):
 
 @pytest.mark.parametrize("program", TINIES)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, monkeypatch, program, precision):
+def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, after_forward, program, precision):
     loader, task, outputs = module("loader"), task_of(program), []
     recipe, _ = run.parse(tiny_argv(program, corpus, tmp_path, "--global_batch_size 4"), task, "")
-    network = loader.network
 
-    def watched(*arguments):
-        model = network(*arguments)
+    def watch(model, output, **_):
+        outputs.append(output[0])
         if hasattr(model, "bert"):
             assert model.bert.config._attn_implementation == "unpadded_eager", (
                 "others would see all samples of a micro-batch"
             )
-        model.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
-        return model
 
-    monkeypatch.setattr(loader, "network", watched)
+    after_forward(model_of(program), watch)
     row = loader.speed("a title", recipe, num_steps=1, rounds=2, precision=precision)
     assert len(outputs) == 3, "a warm-up and two rounds of one step in one micro-batch"
     assert all(len(sums) == len(recipe.loss_weights) and sums.isfinite().all() for sums in outputs)
@@ -311,7 +307,6 @@ def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
 def chat_folder(module, tmp_path, monkeypatch):
     """Write the data and the recipe of a workload of benchmarks/chats.py, with a tiny model."""
     chats = module("chats")
-    monkeypatch.setattr(chats, "NUM_CHATS", 24)
     shape = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
@@ -321,7 +316,7 @@ def chat_folder(module, tmp_path, monkeypatch):
     }
     tiny = chats.SHAPE | shape | {"global_batch_size": 4}
     monkeypatch.setitem(chats.WORKLOADS, "tiny", chats.Workload(tiny))
-    chats.write_data(tmp_path)
+    chats.write_data(tmp_path, 24)
     return chats.harness.write_recipe(tmp_path / "tiny", chats.WORKLOADS["tiny"].values)
 
 

@@ -53,7 +53,8 @@ def ask(capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
         code = chat([str(folder), *flags])
-        return code, capsys.readouterr().out.splitlines()
+        out, run.err = capsys.readouterr()
+        return code, out.splitlines()
 
     return run
 
@@ -99,11 +100,10 @@ def test_answers_of_earlier_results_stop_by_their_template(results, ask):
     assert ask(results / "whole", flags=("--once", "Say 0.")) == (0, ["aa"])
 
 
-def test_the_first_turns_of_a_long_chat_are_left_out_and_it_is_said(results, capsys, monkeypatch):
+def test_the_first_turns_of_a_long_chat_are_left_out_and_it_is_said(results, ask):
     """A model has 256 positions."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"Say {'x ' * 60}\n" for _ in range(4))))
-    assert chat([str(results / "whole"), "--max_new_tokens", "4"]) == 0
-    assert "its first turns are left out" in capsys.readouterr().err
+    assert ask(results / "whole", *[f"Say {'x ' * 60}"] * 4, flags=("--max_new_tokens", "4"))[0] == 0
+    assert "its first turns are left out" in ask.err
 
 
 def test_an_answer_can_be_stopped(results, ask, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT
+from common import ROOT, model_of
 from safetensors.numpy import save_file
 
 from samestep import cli
@@ -35,7 +35,7 @@ def ask(capsys):
 
 
 @pytest.fixture
-def flip(monkeypatch, scripts):
+def flip(monkeypatch, after_forward):
     """Flip a bit of one element of one parameter's gradient: flip(7, before_digest=True).
 
     Before the digest the last bit. Behind it one that moments do not round away, and the norm does.
@@ -43,23 +43,20 @@ def flip(monkeypatch, scripts):
 
     def install(step: int, *, before_digest: bool) -> None:
         owner, name = (recovery.Attempt, "confirm_gradient") if before_digest else (accumulate, "clip")
-        original, calls, prepared = getattr(owner, name), [], []
-        run_class = scripts["pretrain_bert"].Run
-        prepare = run_class.prepare
+        original, calls, models = getattr(owner, name), [], []
 
-        def note(run, *arguments):
-            prepared[:] = [run]
-            return prepare(run, *arguments)
+        def note(model, outputs, **_):
+            models[:] = [model]
 
         def act(*arguments):
             calls.append(None)
             if len(calls) == step:
-                (gradient,) = [p.grad for n, p in prepared[0].bare_model.named_parameters() if n.endswith(NAME)]
+                (gradient,) = [p.grad for n, p in models[0].named_parameters() if n.endswith(NAME)]
                 bits = gradient.view(torch.int32).view(-1)
                 bits[int(gradient.abs().argmax())] ^= 1 if before_digest else 1 << 3
             return original(*arguments)
 
-        monkeypatch.setattr(run_class, "prepare", note)
+        after_forward(model_of("pretrain_bert"), note)
         monkeypatch.setattr(owner, name, act)
 
     return install

@@ -218,7 +218,7 @@ def test_programs_run_only_in_their_turns(tmp_path, monkeypatch):
             raise subprocess.TimeoutExpired("", seconds)
 
     for program in programs:
-        monkeypatch.setattr(program.process, "wait", partial(wait, program))
+        program.process.wait = partial(wait, program)
     harness.run_in_turns(programs, 10**4)
     assert seen[:4] == programs * 2
     for program in programs:

@@ -10,6 +10,7 @@ from cases import thorough
 from common import all_metrics, fresh_accelerator, model_of, samples_of_steps
 from compare import check, same_weights, untimed_metrics
 from faults import limit_memory
+from hooks import Watch
 
 from samestep.errors import RunError
 from samestep.training import capacity, kernels, launch, micro_batch_size
@@ -135,17 +136,17 @@ def test_trying_sizes_leaves_running_statistics_alone():
     assert model.weight.grad is None
 
 
-def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, monkeypatch, after_forward):
+def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, after_forward):
     """Two micro-batches of samples of the greatest length, while AdamW's moments are taken."""
-    calls, moments, empty = [], [], torch.empty_like
-    monkeypatch.setattr(micro_batch_size.torch, "empty_like", lambda p: moments.append(p) or empty(p))
+    calls, moments = [], []
 
     def note(model, outputs, input_ids, **micro_batch):
         if torch.is_grad_enabled() and len(calls) < 2:
             calls.append((tuple(input_ids.shape), len(moments), next(model.parameters()).grad is not None))
 
     after_forward(model_of("pretrain_gpt2"), note)
-    train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
+    with Watch(torch.empty_like, lambda empty, p, **options: moments.append(p) or empty(p, **options)):
+        train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
     num_parameters = len(set(map(id, moments)))
     assert calls == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
 

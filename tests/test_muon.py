@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from compare import check, hash_run, parameters, relative
+from hooks import Watch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,14 +54,17 @@ def test_rounding_stays_small_where_bfloat16_makes_it_large():
     assert relative(*(weight.detach() for weight in weights)) > 1e-3
 
 
-def test_products_are_of_full_precision(monkeypatch):
-    seen, multiply = [], torch.addmm
-    monkeypatch.setattr(
-        torch, "addmm", lambda *a, **k: seen.append(torch.get_float32_matmul_precision()) or multiply(*a, **k)
-    )
+def test_products_are_of_full_precision():
+    seen = []
+
+    def multiply(addmm, *arguments, **options):
+        seen.append(torch.get_float32_matmul_precision())
+        return addmm(*arguments, **options)
+
     torch.set_float32_matmul_precision("medium")
     try:
-        orthogonalize(torch.eye(3))
+        with Watch(torch.addmm, multiply):
+            orthogonalize(torch.eye(3))
         assert set(seen) == {"highest"}
         assert torch.get_float32_matmul_precision() == "medium"
     finally:

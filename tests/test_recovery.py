@@ -10,10 +10,10 @@ from cases import thorough
 from common import ROOT, all_metrics, launch_environment, metrics, model_of, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
 from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
+from hooks import StepCount
 from safetensors.torch import load_file
 
 from samestep.errors import RunError
-from samestep.step import accumulate
 from samestep.training import capacity, checkpoint, micro_batch_size, recovery
 
 
@@ -127,43 +127,42 @@ def test_errors_that_are_not_memory_are_not_swallowed(train, after_forward):
         train("run", "--global_batch_size 10 --validation_fraction 0")
 
 
-def test_memory_that_runs_out_in_the_optimizer_is_said(train, monkeypatch):
+def test_memory_that_runs_out_in_the_optimizer_is_said(train):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
-    with pytest.raises(RunError, match="memory ran out in the optimizer's step 1, which cannot be cut"):
-        train("run", "--global_batch_size 10")
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(fail)
+    try:
+        with pytest.raises(RunError, match="memory ran out in the optimizer's step 1, which cannot be cut"):
+            train("run", "--global_batch_size 10")
+    finally:
+        handle.remove()
 
 
 # ------------------------------------------------------------------------------------------------ numbers that break
 
 
 @pytest.fixture
-def broken_gradient(monkeypatch, after_forward):
+def broken_gradient(after_forward):
     """Let the loss of the micro-batch with sample `sample` be `value` in training step 4."""
 
     def install(program: str, value: float, in_loss: bool = True):
-        steps, seed_noise = [], accumulate.seed_noise
-
-        def note(accelerator, seed, step):
-            steps.append(step)
-            seed_noise(accelerator, seed, step)
+        broken, first = [], done.value
 
         def breaking(model, outputs, **micro_batch):
             sums, correct = outputs
-            if torch.is_grad_enabled() and steps and steps[-1] == 3 and steps.count(3) == 1:
-                steps.append(3)  # in the first micro-batch only
+            if torch.is_grad_enabled() and done.value - first == 3 and not broken:
+                broken.append(True)  # in the first micro-batch only
                 if in_loss:
                     sums = sums * value
                 else:
                     sums.register_hook(lambda gradient: gradient * value)
             return sums, correct
 
-        monkeypatch.setattr(accumulate, "seed_noise", note)
         after_forward(model_of(program), breaking)
 
-    return install
+    with StepCount() as done:
+        yield install
 
 
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])

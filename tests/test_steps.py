@@ -157,10 +157,11 @@ class Terms:
 
 
 @pytest.mark.parametrize("place", [0, 1, 99])
-def test_terms_without_a_target_are_found(place, monkeypatch):
+def test_terms_without_a_target_are_found(place):
     names = ["each", "one", "none"]
     assert find_terms_without_target(Terms(100, place), names) == ["none"]
     assert find_terms_without_target(Terms(100, 100), names) == ["one", "none"]
     assert find_terms_without_target(Terms(0, 0), names) == names
-    monkeypatch.setattr("samestep.data.steps.MAX_SEARCHED", 10)
-    assert find_terms_without_target(Terms(100, 90), names) == ["none"], "those that are looked at are spread over all"
+    assert find_terms_without_target(Terms(100, 90), names, 10) == ["none"], (
+        "those that are looked at are spread over all"
+    )

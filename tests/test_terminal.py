@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 
 import pytest
 from common import metrics, tiny_argv
@@ -81,13 +80,15 @@ def test_progress_on_a_terminal_is_one_line(in_one_style, columns, shown):
     assert bars[-1].endswith(shown)
 
 
-def test_lines_of_a_file_stand_in_order(monkeypatch):
+def test_lines_of_a_file_stand_in_order():
     """Those of stdout are written at once, between those of stderr."""
     file = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
-    interrupt.outlive_readers()
-    print("a line")
+    with (
+        contextlib.redirect_stdout(io.TextIOWrapper(file)),
+        contextlib.redirect_stderr(io.TextIOWrapper(io.BytesIO())),
+    ):
+        interrupt.outlive_readers()
+        print("a line")
     assert file.getvalue() == b"a line\n"
 
 
@@ -95,11 +96,12 @@ def test_lines_fit_a_terminal(monkeypatch):
     """They are folded between words; in a file, and where there is room, they stay as they are."""
     text = "step 5: eval_loss 6.9987, eval_accuracy 0.4250\n  capitals: loss 5.3792, accuracy 0.3077"
     assert (printing.fold(text), printing.line_width(100)) == (text, 100)
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("COLUMNS", "80")
-    assert (printing.fold(text), printing.line_width(100)) == (text, 80)
-    monkeypatch.setenv("COLUMNS", "32")
-    assert printing.fold(text).splitlines() == [
+    with contextlib.redirect_stdout(Terminal()):
+        monkeypatch.setenv("COLUMNS", "80")
+        assert (printing.fold(text), printing.line_width(100)) == (text, 80)
+        monkeypatch.setenv("COLUMNS", "32")
+        lines = printing.fold(text).splitlines()
+    assert lines == [
         "step 5: eval_loss 6.9987,",
         "  eval_accuracy 0.4250",
         "  capitals: loss 5.3792,",
@@ -107,10 +109,10 @@ def test_lines_fit_a_terminal(monkeypatch):
     ]
 
 
-def test_a_closed_output(monkeypatch):
+def test_a_closed_output():
     """As of `samestep list >&-`."""
-    monkeypatch.setattr(sys, "stdout", None)
-    assert errors.exit_code(lambda: cli.main(["list", "bert"])) == 0
+    with contextlib.redirect_stdout(None):
+        assert errors.exit_code(lambda: cli.main(["list", "bert"])) == 0
 
 
 def test_the_next_command_is_one(monkeypatch, tmp_path):

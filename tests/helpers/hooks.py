@@ -4,8 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 
 @contextlib.contextmanager
@@ -23,3 +25,39 @@ def call_after_forward(module_class: type[nn.Module], act: Callable[..., Any]) -
         yield
     finally:
         handle.remove()
+
+
+class Watch(TorchFunctionMode):
+    """Calls act(*arguments, **keywords) in the place of a function of torch, which itself is the first argument.
+
+    Args:
+        function: as torch.addmm, F.log_softmax or torch.Tensor.pin_memory.
+        act: makes the result.
+    """
+
+    def __init__(self, function: Callable[..., Any], act: Callable[..., Any]):
+        super().__init__()
+        self.function, self.act = function, act
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        return (
+            self.act(function, *arguments, **keywords)
+            if function is self.function
+            else function(*arguments, **keywords)
+        )
+
+
+class StepCount:
+    """Counts the steps that all optimizers of this process have taken since it was made; a context manager."""
+
+    def __enter__(self) -> "StepCount":
+        self.value = 0
+        self._handle = torch.optim.optimizer.register_optimizer_step_post_hook(self._count)
+        return self
+
+    def _count(self, *_: object) -> None:
+        self.value += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
