@@ -1,6 +1,6 @@
 """Measure this machine, CPU or GPUs, and write a device file for `python -m recipes plan RECIPE --on 2xmine.yaml`.
 
-    make bench-device OUTPUT=mine.yaml
+    make bench NAME=device FLAGS='--output mine.yaml'
     python benchmarks/device.py --output mine.yaml [--processes 2]
 
 A device is what one process has: a GPU, or its part of the CPU's cores and memory. All processes measure at the same time,

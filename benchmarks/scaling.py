@@ -1,6 +1,6 @@
 """Predicted communication beside real runs: DDP over a small GPT-2 on 1 to 4 processes that talk over gloo.
 
-    make bench-scaling
+    make bench NAME=scaling
 
 What is checked is `timing.all_reduce` and what `timing.step_time` makes of it: buckets of 25 MiB, hidden behind the backward
 but the last, once per step or in every micro-batch. Computation is not predicted: its seconds are measured, with the same
@@ -354,7 +354,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in build_model().parameters())
     throttled = measure_throttled(arguments.rounds)
     more = {"rounds": arguments.rounds, "num_parameters": num_parameters, "mbit": MBIT}
-    about = harness.about("make bench-scaling", ("torch", "transformers"), num_cores(), **more)
+    about = harness.about("make bench NAME=scaling", ("torch", "transformers"), num_cores(), **more)
     links = {
         "loopback": compare(measure(False, arguments.rounds), num_parameters),
         "throttled": throttled if isinstance(throttled, str) else compare(throttled, num_parameters),

@@ -44,7 +44,7 @@ THOROUGH = set(
     sound/experts_without_work
     """.split()
 )
-"""Programs of a cause, or of a library, that others are of, too; `make bench-verdicts` takes all programs in all layouts."""
+"""Programs of a cause, or of a library, that others are of, too; `make bench NAME=verdicts` takes all in all layouts."""
 
 
 def program(name: str):
@@ -78,7 +78,7 @@ def run(monkeypatch):
     "program", [thorough(program) if str(program) in THOROUGH else program for program in PROGRAMS], ids=str
 )
 def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
-    """The last layout with each cause, of faults on one process and on several; `make bench-verdicts` takes all layouts."""
+    """The last layout with each cause, of faults on one process and on several; `make bench NAME=verdicts` takes all."""
     layouts = {
         (layout[2] > 1 and cause != corpus.EXACT, cause): layout for layout, cause in program.expected.items()
     }.values()

@@ -1,4 +1,4 @@
-"""benchmarks/run.py and chats.py: the arithmetic of stamps and turns, what is written, and one step of peers."""
+"""benchmarks/bench.py and chats.py: the arithmetic of stamps and turns, what is written, and one step of peers."""
 
 import doctest
 import importlib
@@ -33,7 +33,7 @@ def module(monkeypatch):
 
 @pytest.fixture
 def bench(module):
-    return module("run")
+    return module("bench")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def row(workload: str, precision: str, **more) -> dict:
     values = {"workload": workload, "precision": precision, "unit": "token", "data": data, "rates": rates}
     values["turn"] = dict.fromkeys(rates, 3.0)
     values |= {"memory": {"ours": 1.0, "Trainer": 2.346, "floor": 0.5}, "to_loss": None}
-    return values | {"command": "python benchmarks/run.py", "machine": "a machine"} | more
+    return values | {"command": "python benchmarks/bench.py", "machine": "a machine"} | more
 
 
 def test_the_tables(bench, tmp_path, real_figures):
@@ -115,7 +115,7 @@ def test_the_tables(bench, tmp_path, real_figures):
     assert "| classifier | bf16 | 7.500 | 61 (40; 33) | - | - |" in lines
     assert [line for line in lines if "sdpa, " in line] == ["| gpt2 | no | sdpa, oneDNN | at most 64 tokens at once |"]
     assert any(line.startswith("| gpt2 | 1,234 of 61 tokens in the mean, 10% of the greatest") for line in lines)
-    assert lines[-1] == "`python benchmarks/run.py`: a machine"
+    assert lines[-1] == "`python benchmarks/bench.py`: a machine"
     bench.draw(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -129,7 +129,7 @@ def test_a_line_through_micro_steps(module):
     assert max(errors, key=abs) == errors[1] > 0.03, "10 % too slow, most of it seen"
     rows = [{"precision": "no", "seconds": {1: [0.3, 0.2], 2: [0.5, 0.4]}, "memory": {1: 1.0, 2: 1.25}}]
     rows[0] |= {"a": 0.1, "b": 0.2, "off": {1: [0.01, 0.02], 2: [-0.02, -0.04]}}
-    text = linear.markdown({"rows": rows, "about": {"command": "make bench-linear"}})
+    text = linear.markdown({"rows": rows, "about": {"command": "make bench NAME=linear"}})
     assert "| no | 2 | 0.450 (0.400 to 0.500) | -3.0% (-4.0% to -2.0%) | 1.25 |" in text
     assert "no 0.1000 + 0.2000 k seconds" in text
 

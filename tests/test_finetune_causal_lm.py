@@ -95,7 +95,7 @@ def test_every_cut_in_space_is_the_same_step(reference, train_on):
 
 @pytest.mark.parametrize("case", [("qwen3", "lora", "sft by sample"), ("gemma3", "full", "dpo + sft")])
 def test_a_corner_of_the_grid(case):
-    """Three processes, a last step of two samples, dropout by sample; `make bench-chat-grid` measures all of it."""
+    """Three processes, a last step of two samples, dropout by sample; `make bench NAME=chat_grid` measures all of it."""
     grid = load_benchmark("chat_grid")
     row = grid.measure_cells(*case, "float64", [(3, 2, False)])
     assert max(row[name] for name in ("loss", "grad_norm", "parameters")) < 1e-12

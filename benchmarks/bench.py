@@ -1,8 +1,8 @@
 """Training speed beside what others use: real tokens (or images) per second of every program on every workload.
 
     make bench                                          # everything; hours on 2 cores
-    python benchmarks/run.py --only classifier --precisions bf16 --rounds 3
-    python benchmarks/run.py --only shakespeare --nanogpt CHECKOUT --shakespeare input.txt
+    python benchmarks/bench.py --only classifier --precisions bf16 --rounds 3
+    python benchmarks/bench.py --only shakespeare --nanogpt CHECKOUT --shakespeare input.txt
 
 Same model class, shape, samples, global batch, precision, learning rate, clipping and threads; every program as its users
 run it (benchmarks/peers/, a file each), in a process of its own. The programs of a workload and a precision are started
@@ -303,7 +303,7 @@ def main() -> None:
         parser.error("; ".join(missing))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
     rows = harness.read_other_rows(arguments.output, "rows", "workload", [])
-    words = ["python", "benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]
+    words = ["python", "benchmarks/bench.py", *(Path(word).name for word in sys.argv[1:])]
     about = harness.about(" ".join(words), ("torch", "transformers", "accelerate", "lightning"), arguments.threads)
     origin = {"command": about["command"], "machine": harness.provenance(about)}
     with tempfile.TemporaryDirectory() as folder:
@@ -376,7 +376,7 @@ def markdown(results: dict) -> str:
         text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(choice_heads, choices)}\n"
     text += f"Data:\n\n{table('workload | samples', data)}\n{REMARKS}\n"
     text += "".join(f"{line}\n" for line in commands)
-    return harness.page("Training speed beside other programs", "run.py", {"command": "make bench"}, text)
+    return harness.page("Training speed beside other programs", "bench.py", {"command": "make bench"}, text)
 
 
 def _to_loss(result: dict[str, float]) -> str:
