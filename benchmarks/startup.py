@@ -116,7 +116,9 @@ def main() -> None:
 
         calls = {program: partial(run, program) for program in arguments.only}
         rows = harness.in_turns(calls, arguments.rounds, warm_up=1)
-    about = harness.about("make bench NAME=startup", ("torch", "transformers", "accelerate"), len(os.sched_getaffinity(0)))
+    about = harness.about(
+        "make bench NAME=startup", ("torch", "transformers", "accelerate"), len(os.sched_getaffinity(0))
+    )
     results = {"about": about, "precision": arguments.precision, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 

@@ -30,6 +30,7 @@ from chat_bases import save_base
 from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
+from run_benchmarks import list_benchmarks
 
 from samestep import cli
 from samestep.cut.layout import solve_layout
@@ -258,6 +259,8 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["make", *targets]:
             known = set(re.findall(r"^([a-z0-9-]+):", Path("Makefile").read_text(), re.MULTILINE))
             assert {target for target in targets if "=" not in target} <= known
+            names = [target.removeprefix("NAME=") for target in targets if target.startswith("NAME=")]
+            assert all(name in list_benchmarks() for name in " ".join(names).split())
         case ["pip", "install", *options]:
             check_pip(options)
         case ["python", "-m", "recipes", *argv] | ["samestep" | "accelerate-recipes", *argv]:

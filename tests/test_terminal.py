@@ -10,6 +10,7 @@ import signal
 
 import pytest
 from common import metrics, tiny_argv
+from forks import FAILED, call_in_fork
 from tqdm import tqdm
 
 from samestep import cli, errors, interrupt, printing
@@ -170,20 +171,19 @@ def test_ignored_hanging_up_is_a_request_where_torchrun_passes_it_on(monkeypatch
         assert signal.signal(signal.SIGHUP, previous) == signal.SIG_IGN
 
 
-def test_hanging_up_twice_is_one_request(monkeypatch):
+def test_hanging_up_twice_is_one_request():
     """Shell and kernel both send it, and the launcher passes it on, seconds later."""
-    ends = []
-    monkeypatch.setattr(os, "_exit", ends.append)
-    clock = iter([0.0, 100.0, 200.0])
-    monkeypatch.setattr(interrupt.time, "monotonic", lambda: next(clock))
-    stop = interrupt.StopRequest()
-    try:
+
+    def hang_up() -> int:
+        stop = interrupt.StopRequest()
         assert not stop
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         assert stop
-        assert not ends
+        stop.request_time -= 100  # as if that were so many seconds ago
+        signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
-        assert ends == [128 + signal.SIGTERM]
-    finally:
-        stop.close()
+        return FAILED  # it has ended before
+
+    code, said = call_in_fork(hang_up)
+    assert code == 128 + signal.SIGTERM, said
