@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || ech
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-core test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ test: venv check ## all tests, offline: about 11 minutes on 2 cores
 
 test-fast: venv ## the tests that launch no processes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not distributed"
+
+test-core: venv ## the tests without stepplan/ and samestep/contrib/, which can be deleted; FLAGS="-x tests/test_run.py"
+	$(BIN)/python .ci/core.py $(IN_PARALLEL) $(FLAGS)
 
 test-thorough: venv ## the cases that make test leaves out, as others of their kind are in it: minutes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m thorough

@@ -30,6 +30,7 @@ for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
         signal.signal(number, handler)
 
 import pytest
+import rooms
 import torch
 from blank import draw_nothing
 from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
@@ -44,6 +45,7 @@ from samestep.training import capacity
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("compare")
 collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, which importing would run
+collect_ignore += rooms.list_ignored()
 
 
 FORKS = pytest.StashKey[Server]()
@@ -60,6 +62,9 @@ BARE = {"test_audit_masks", "test_audit_script", "test_boundaries", "test_costs"
 
 def find_missing(text: str, path: Path) -> str:
     """Find the package that a failure is for want of, or that is too old; empty: there is none, or none may be wanted."""
+    for room in rooms.list_excused(path):
+        if re.search(rf"No module named '{re.escape(room)}\b|needs the package {re.escape(room)}\b", text):
+            return room
     names = "|".join(MISSING)
     if match := re.search("tracing needs (torch .*?) or newer, here are", text):
         return match[1]  # `trace.OLDEST`: newer than what everything else works with

@@ -27,9 +27,6 @@ from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError, exit_code
 from samestep.recipe.catalog import load
 from samestep.training import launch
-from stepplan.hardware import parse
-from stepplan.placement import place
-from stepplan.workload import from_recipe
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -441,6 +438,10 @@ def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
     ],
 )
 def test_what_is_planned_is_no_launch_that_is_refused(bare, tmp_path, recipe, hardware, options):
+    from stepplan.hardware import parse
+    from stepplan.placement import place
+    from stepplan.workload import from_recipe
+
     placement = place(from_recipe(load(recipe)), parse(hardware), **options)
     config = placement.config() if callable(placement.config) else placement.config
     (tmp_path / "written.yaml").write_text(config)

@@ -19,9 +19,6 @@ from samestep.recipe import run_settings
 from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.settings import program_name
 from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
-from stepplan.cli.model import ModelSettings
-from stepplan.cli.plan import PlanSettings
-from stepplan.cli.scale import ScaleSettings
 
 MODEL = "plan --model_name_or_path CONFIG --seq_len 128 --global_batch_size 16"
 
@@ -249,6 +246,10 @@ def test_its_examples_work(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["bert_base", "captcha_3xa100"])
 def test_help_shows_every_flag_with_choices_and_values(capsys, name):
+    from stepplan.cli.model import ModelSettings
+    from stepplan.cli.plan import PlanSettings
+    from stepplan.cli.scale import ScaleSettings
+
     recipe = load(name)
     for line, kind in (("plan", PlanSettings), ("scale", ScaleSettings)):
         bare = read_help(capsys, line)

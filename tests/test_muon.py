@@ -14,8 +14,6 @@ from samestep.recipe.catalog import load
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim import Muon, muon
 from samestep.step.optim.muon import orthogonalize
-from stepplan.timing import count_orthogonalization
-from stepplan.workload import from_recipe as plan_recipe
 
 FLAGS = " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1 --dtype "
 
@@ -185,6 +183,9 @@ def test_every_cut_in_space_is_the_same_step_and_it_resumes_on_another_number(tr
 
 
 def test_the_planner_counts_it():
+    from stepplan.timing import count_orthogonalization
+    from stepplan.workload import from_recipe as plan_recipe
+
     matrix = torch.randn(6, 10)
     with FlopCounterMode(display=False) as counter:
         orthogonalize(matrix)

@@ -26,7 +26,6 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2LMHeadModel
 from samestep import cli
 from samestep.errors import exit_code
 from samestep.training import checkpoint, metrics
-from stepplan import trace
 
 SMALL = "--max_train_steps 1 --global_batch_size 4"
 
@@ -279,6 +278,8 @@ def test_classes_of_a_folder(model, plant, leaves_mark, ask, monkeypatch):
 
 def test_a_kernel_that_a_configuration_names(model, monkeypatch):
     """Of attention, on the hub: code that transformers would load."""
+    from stepplan import trace
+
     kernel_names = []
     monkeypatch.setattr(
         "transformers.modeling_utils.lazy_import_flash_attention", lambda name, **_: kernel_names.append(name)

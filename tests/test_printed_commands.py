@@ -40,7 +40,6 @@ from samestep.recipe import run_settings
 from samestep.recipe.settings import program_name
 from samestep.training import watch
 from stepaudit import script as audit
-from stepplan.workload import from_recipe
 
 COMMANDS = all_commands()
 AUDITED: set[tuple[str, ...]] = set()
@@ -210,6 +209,8 @@ class Launch:
     """
 
     def __init__(self, words: list[str]):
+        from stepplan.workload import from_recipe
+
         self.config, self.num_processes, self.mixed_precision, is_sharded = None, 1, "no", False
         if words[0] == "accelerate":
             arguments = launch_command_parser().parse_args(words[2:])
