@@ -11,6 +11,7 @@ from samestep.cut.layout import solve_layout
 from samestep.errors import exit_code
 from samestep.recipe.catalog import load
 from samestep.recipe.prediction import predict_memory
+from samestep.recipe.settings import program_name
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
@@ -145,5 +146,5 @@ def test_the_engine_works_where_the_planner_is_not_installed(monkeypatch, capsys
     recipe = load("bert_base")
     assert predict_memory(recipe, solve_layout(num_processes=1, global_batch_size=8)) is None
     assert exit_code(lambda: cli.main(["plan", "bert_base"])) == 2
-    line = "ERROR: samestep plan needs the package stepplan, which is not installed: pip install samestep\n"
+    line = f"ERROR: {program_name()} plan needs the package stepplan, which is not installed: pip install samestep\n"
     assert capsys.readouterr().err == line

@@ -94,9 +94,7 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     assert (answer["num_parameters"], answer["num_steps"], answer["command"]) == (109_484_547, 245_439, None)
     steps = line.replace("--num_train_epochs 10", "--max_train_steps 7")
     assert json.loads(run(capsys, f"{steps} --json")[1])["num_steps"] == 7
-    code, out, _ = run(
-        monkeypatch, capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear"
-    )
+    code, out, _ = run(capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear")
     assert code == 0
     assert in_one_line(out).startswith(f"mnli: a model of type bert, {config}, all weights trained")
     assert "optimizer  learning_rate 0.0006\n" in out
@@ -109,9 +107,7 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
 
 
 def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
-    code, out, _ = run(
-        monkeypatch, capsys, "plan captcha_3xa100 --on 3xa100-40 --per_device_train_batch_size 8 --trace --json"
-    )
+    code, out, _ = run(capsys, "plan captcha_3xa100 --on 3xa100-40 --per_device_train_batch_size 8 --trace --json")
     trace = json.loads(out)["trace"]
     assert code == 0
     assert trace["num_parameters"] == 17_535_800

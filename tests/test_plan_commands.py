@@ -272,9 +272,7 @@ def test_a_model_of_the_hub_is_planned_as_its_recipe(monkeypatch, capsys):
     assert exit_code(lambda: cli.main([*words, "--on", "1xl4"])) == 2
     proposed = re.search(r"this fits: .*?(plan .*?) \(", capsys.readouterr().err)[1]
     assert "It fits" in run(capsys, *shlex.split(proposed))
-    curve = run(
-        monkeypatch, capsys, "scale", "--model_name_or_path", name, "--seq_len", "512", *flags[:2], "--on", "l4"
-    )
+    curve = run(capsys, "scale", "--model_name_or_path", name, "--seq_len", "512", *flags[:2], "--on", "l4")
     assert curve.startswith("Qwen3-0.6B on l4")
 
 

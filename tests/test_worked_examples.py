@@ -172,9 +172,7 @@ def test_gpt2_xl_on_80_gb(monkeypatch, capsys):
         assert gigabytes(answer) + whole + masks == pytest.approx(by_hand, rel=0.02)
     fused = plan(capsys, f"{line} --on 8xa100-80 --activation_function gelu_new")
     assert not fused["gradient_checkpointing"]
-    eager = plan(
-        monkeypatch, capsys, f"{line} --on 8xa100-80 --activation_function gelu_new --attn_implementation eager"
-    )
+    eager = plan(capsys, f"{line} --on 8xa100-80 --activation_function gelu_new --attn_implementation eager")
     assert eager["gradient_checkpointing"]
     assert "fits only with gradient checkpointing" in eager["reason"]
 
