@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.cli import catalog
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data import chat_templates, conversation_page, doctest_chats, drawn_chats
@@ -1021,11 +1020,11 @@ def test_samples_are_shown(make):
     assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
 
 
-def test_the_command_shows_data(monkeypatch, capsys):
-    drawn = recipe(dataset_name="builtin/drawn_pairs", num_train_samples=40, num_validation_samples=10, vocab_size=320)
-    drawn.task, drawn.objective, drawn.loss_weights = "causal_lm_finetuning", "dpo", {"preference": 1.0, "sft": 0.5}
-    monkeypatch.setattr(catalog, "read_recipe", lambda command, argv, cls: (drawn, cls(num_samples=2), None, {}))
-    assert exit_code(lambda: cli.main(["show-data", "mine"])) == 0
+def test_the_command_shows_data(capsys):
+    words = (
+        "show-data dpo_small_cpu --num_samples 2 --num_train_samples 40 --num_validation_samples 10 --vocab_size 320"
+    )
+    assert exit_code(lambda: cli.main(words.split())) == 0
     out = capsys.readouterr().out
     assert (out.count("--- sample "), out.count("\nchosen: "), out.count("\nrejected: ")) == (2, 2, 2)
     assert out.count("<|im_end|>]]") == 4

@@ -38,7 +38,6 @@ from samestep.errors import exit_code
 from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings
 from samestep.recipe.settings import program_name
-from samestep.training import watch
 from stepaudit import script as audit
 
 COMMANDS = all_commands()
@@ -341,9 +340,9 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
             program, variation, num_steps, mode=mode
         ),
     )
-    # On a port that no other test has, and not until Ctrl+C
-    make_server = watch.make_server
-    monkeypatch.setattr(watch, "make_server", lambda runs, port: make_server(runs, 0))
+    if argv[:1] == ["watch"]:  # on a port that no other test has
+        argv = [*argv, "--port", "0"]
+    # and not until Ctrl+C
     monkeypatch.setattr(http.server.ThreadingHTTPServer, "serve_forever", lambda *_: None)
     try:
         code = exit_code(lambda: cli.main(argv))

@@ -140,6 +140,8 @@ class Steps(Dataset):
         UsageError: max_tokens would not hold the longest sample.
     """
 
+    burst_size = BURST_SIZE
+
     def __init__(
         self,
         source: SampleSource,
@@ -281,7 +283,7 @@ class Steps(Dataset):
         step, which then takes 0.6 ms instead of 0.1 (32 film reviews).
         """
         steps = [self[first]]
-        num_steps = max(1, BURST_SIZE // max(1, steps[0].num_bytes))
+        num_steps = max(1, self.burst_size // max(1, steps[0].num_bytes))
         while steps:
             yield from steps
             first += len(steps)

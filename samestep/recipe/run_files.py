@@ -315,6 +315,8 @@ class LineFile:
         number: of the last line that was read to its end; 1 is the first.
     """
 
+    piece, max_passed = PIECE, MAX_PASSED
+
     def __init__(self, path: Path, offset: int = 0, number: int = 0):
         self.path, self.number, self.max_bytes = path, number, max_bytes(path.name)
         self._offset, self._size = offset, 0
@@ -333,7 +335,7 @@ class LineFile:
     @property
     def is_given_up(self) -> bool:
         """Whether a line is so long that nothing more is read."""
-        return self._size > MAX_PASSED
+        return self._size > self.max_passed
 
     def read(self) -> Iterator[tuple[int, bytes | None]]:
         """Read the lines that have ended since: number and text, None instead of one that is too long.
@@ -348,7 +350,7 @@ class LineFile:
             self._offset, self._size, self._parts = self.end, 0, []
         with open_regular(self.path) as file:
             file.seek(self._offset)
-            while not self.is_given_up and (piece := file.read(PIECE)):
+            while not self.is_given_up and (piece := file.read(self.piece)):
                 self._offset += len(piece)
                 first, *others = piece.split(b"\n")
                 self._add(first)
