@@ -193,7 +193,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What of a model is trained, and in which bytes its weights are kept.
+    """The part of a model that is trained, and the bytes in which its weights are kept.
 
     Attributes:
         rank: of the adapters; None: all weights are trained.
@@ -232,7 +232,7 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """How a training program computes a layer and the head, as far as memory depends on it. The default is this repository's.
+    """A way to compute a layer and the head, as far as memory depends on it. The default is this repository's.
 
     Attributes:
         kernels: eager, a kernel per operator, or compiled, element-wise kernels fused.

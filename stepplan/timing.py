@@ -60,7 +60,7 @@ HOST_LINK, HOST_MEMORY = 25e9, 200e9
 """Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
 channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
 NEWTON_SCHULZ_STEPS = 5
-"""Of Muon: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
+"""Steps of Muon's iteration: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
 SUSTAINED = {"h100": 0.746, "h200": 0.746}
 """Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
 number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench NAME=language_models`."""

@@ -35,7 +35,7 @@ def test_it_is_trained_once(tmp_path):
     """What another training would write anew is read."""
     first = train()
     (file,) = (tmp_path / "cache").rglob("tokenizer.json")
-    file.write_text(file.read_text().replace('"quick"', '"kciuq"'))
+    file.write_text(file.read_text().replace('"##ds"', '"##dz"'))
     assert train().get_vocab() != first.get_vocab()
 
 

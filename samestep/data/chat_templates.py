@@ -69,7 +69,7 @@ TEMPLATES = {"chatml": CHAT_TEMPLATE, "tulu": TULU_TEMPLATE}
 
 
 CLOCK, NEVER = "strftime_now", "1970-01-01"
-"""What a template calls to read the clock; what it reads if it does so by another name."""
+"""Function by which a template reads the clock, and the date that it reads by any other name."""
 CALL: dict[str, Any] = {
     "id": "call00001",
     "type": "function",
@@ -166,7 +166,7 @@ class Renderer:
 
     @property
     def rule(self) -> str:
-        """What is trained, and how it is found, for people."""
+        """A sentence for people on which tokens are trained, and how they are found."""
         if self.train_on == "all":
             return "all tokens"
         if not self.has_turns:

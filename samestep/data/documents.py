@@ -36,7 +36,7 @@ else:
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 BLANK = "no visible character"
-"""What is said of a row that is no document; it is no fault."""
+"""Reason why a row is no document; it is no fault."""
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_TABLES = 100  # tables of which it is said how their cells are told apart
 MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole

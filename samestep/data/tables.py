@@ -35,7 +35,7 @@ ENCODINGS = {
 
 
 class Reading(NamedTuple):
-    """How the cells of a table are told apart.
+    """A way to tell the cells of a table apart.
 
     Attributes:
         delimiter: character between cells.

@@ -65,7 +65,7 @@ class Times(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is rendered of a conversation.
+    """A part of a conversation that is rendered.
 
     Attributes:
         num_turns: of its beginning.

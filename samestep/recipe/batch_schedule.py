@@ -26,7 +26,7 @@ MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
 EXAMPLES = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 EXPONENTS = {None: 0.0, "sqrt": 0.5, "linear": 1.0}
-"""How the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
+"""Ways in which the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
 TOLERANCE = 1e-12  # of thresholds: libraries for mathematics differ in the last bit
 
 _SIZE = r"([1-9][0-9]{0,7})"

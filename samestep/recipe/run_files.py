@@ -43,7 +43,7 @@ REMEDY = "mend the line, or take it out"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value must be.
+    """A rule for a value.
 
     Attributes:
         text: the rule in words, after "must be".
@@ -329,7 +329,7 @@ class LineFile:
 
     @property
     def rest(self) -> bytes | None:
-        """What was read of the line that has no end yet; None: it is too long."""
+        """The bytes that were read of the line that has no end yet; None: it is too long."""
         return b"".join(self._parts) if self._size <= self.max_bytes else None
 
     @property

@@ -33,7 +33,7 @@ MAX_EVALUATIONS = 20  # rows of the table of evaluations
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a run was, for its model card.
+    """Facts of a run, for its model card.
 
     Attributes:
         recipe, settings, accelerator, layout, schedule: the run's; the layout is the last step's.

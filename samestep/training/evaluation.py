@@ -112,7 +112,7 @@ def _evaluate_logits(
 
 
 class Evaluation(NamedTuple):
-    """What is known of held-out data, or of a source of it, before metrics are made of it.
+    """Facts of held-out data, or of a source of it, before metrics are made of them.
 
     Attributes:
         totals: float64 [3, terms], see `evaluate`.

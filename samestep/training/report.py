@@ -39,7 +39,7 @@ from samestep.training.reduction import Reduction
 from samestep.training.shared_folder import SharedFolder
 
 SECONDS_TO_UNLOCK = 10.0
-"""For workers of an earlier generation to end, which hold the lock of the output folder."""
+"""Seconds for workers of an earlier generation to end, which hold the lock of the output folder."""
 PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """Pictures that the model card shows, if they were drawn."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `compare` and `watch` need the names only, and no torch
     from torch import nn
 
 KEYS = ("compute_seconds_min", "compute_seconds_mean", "compute_seconds_max", "data_seconds_max", "slowest_process")
-"""What a line of metrics.jsonl has of it, if there are several processes."""
+"""Fields that a line of metrics.jsonl has of it, if there are several processes."""
 SLOWER, LEAST_SECONDS, NUM_WINDOWS = 1.25, 0.02, 5
 """A process is a straggler when it needs so many times as long as the median process, and so much longer, in so many reads
 of the losses one after the other."""

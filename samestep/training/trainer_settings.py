@@ -102,7 +102,7 @@ REFUSED: dict[str, Callable[[Any], str | None]] = {
     ),
     "accelerator_config": _find_problem_of_loaders,
 }
-"""What forbids a value of a setting, with the remedy; None: nothing."""
+"""Reasons that forbid a value of a setting, with the remedy; None: nothing."""
 
 
 def _get_default(field: dataclasses.Field) -> Any:
