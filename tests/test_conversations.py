@@ -1021,8 +1021,9 @@ def test_samples_are_shown(make):
 
 
 def test_the_command_shows_data(capsys):
-    words = (
-        "show-data dpo_small_cpu --num_samples 2 --num_train_samples 40 --num_validation_samples 10 --vocab_size 320"
+    words = "show-data sft_small_cpu --objective dpo --dataset_name builtin/drawn_pairs --train_on completions"
+    words += (
+        " --num_samples 2 --num_train_samples 40 --num_validation_samples 10 --sft_loss_weight 0.5 --vocab_size 320"
     )
     assert exit_code(lambda: cli.main(words.split())) == 0
     out = capsys.readouterr().out
