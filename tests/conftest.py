@@ -89,7 +89,11 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave thorough cases out, unless -m asks for them, or one of the words names a test."""
+    """Leave thorough cases out, unless -m asks for them, or one of the words names a test; and what needs a missing room."""
+    if rooms.MISSING:
+        for item in items:
+            if item.get_closest_marker("rooms"):
+                item.add_marker(pytest.mark.skip(reason=f"needs {rooms.MISSING[0]}"))
     if "thorough" in config.option.markexpr or any("::" in word for word in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]

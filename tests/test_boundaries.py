@@ -115,6 +115,7 @@ def test_what_is_private_of_other_libraries_has_a_room():
     assert {str(module): uses - ours for module, (_, uses) in names_by_module.items() if uses - ours} == {}
 
 
+@pytest.mark.rooms
 def test_rooms_are_few():
     assert len(FLOOR) <= 13
     assert len(FLOORS) <= 8

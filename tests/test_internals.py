@@ -634,8 +634,9 @@ def test_a_class_says_whether_it_has_torchs_kernel_of_attention(monkeypatch):
         _supports_sdpa = False
 
     config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)
+    eager = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, attn_implementation="eager")
     assert transformers_models.supports_sdpa(GPT2Model(config))
-    assert not transformers_models.supports_sdpa(Without(config))
+    assert not transformers_models.supports_sdpa(Without(eager))
 
 
 # ------------------------------------------------------------------------------------------------------------- torchft

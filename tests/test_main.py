@@ -39,6 +39,7 @@ def test_list(capsys):
     assert run(capsys, "list nothing like it")[0] == 2
 
 
+@pytest.mark.rooms
 def test_plan(capsys):
     line = "plan bert_base --num_processes 3 --per_device_train_batch_size 43 --global_batch_size 512 --json"
     code, out, _ = run(capsys, line)
@@ -50,6 +51,7 @@ def test_plan(capsys):
     assert "336,226,108 parameters; with gradients and moments 5.380 GB (5.010 GiB) in float32" in in_one_line(out)
 
 
+@pytest.mark.rooms
 def test_plan_of_memory(capsys):
     line = "plan gpt2_xl_8xa100 --num_processes 8 --per_device_train_batch_size 4"
     code, out, _ = run(capsys, line)
@@ -76,6 +78,7 @@ def test_plan_of_memory(capsys):
     assert "MB (1e6 bytes) per process" in run(capsys, "plan bert_small_cpu")[1]
 
 
+@pytest.mark.rooms
 def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     """BERT-Base fine-tuned on MNLI with batches of 16 in 4 micro-batches, at 3e-4."""
     config = tmp_path / "mnli"
@@ -106,6 +109,7 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     assert run(capsys, f"{line} --on t4 --up_to 4")[1].startswith("mnli on t4")
 
 
+@pytest.mark.rooms
 def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
     code, out, _ = run(capsys, "plan captcha_3xa100 --on 3xa100-40 --per_device_train_batch_size 8 --trace --json")
     trace = json.loads(out)["trace"]
@@ -216,7 +220,12 @@ def in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+PLANNING = {name for name, command in COMMANDS.items() if command.answered_by.startswith("stepplan")}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.rooms] * (name in PLANNING)) for name in COMMANDS]
+)
 def test_help_of_a_command(capsys, command):
     out = read_help(capsys, command)
     assert out.startswith(f"usage: recipes {command}")
@@ -229,6 +238,7 @@ def test_help_of_a_command(capsys, command):
     assert f"  recipes {COMMANDS[command].examples.splitlines()[0]}" in overview
 
 
+@pytest.mark.rooms
 def test_its_examples_work(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").mkdir()
@@ -347,6 +357,7 @@ def test_the_precision_of_a_script_is_the_launchers():
             run_settings.parse([word], "bert_pretraining", "")
 
 
+@pytest.mark.rooms
 def test_both_ways_to_give_a_value(capsys):
     lines = ("--num_processes 3 --gradient_checkpointing true", "--num_processes=3 --gradient_checkpointing")
     first, second = (run(capsys, f"plan bert_base --json {flags}") for flags in lines)

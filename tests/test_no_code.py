@@ -146,7 +146,7 @@ def test_metrics_of_the_hub_and_the_flag_in_a_recipe(ask, tmp_path):
     assert (code, "unknown key 'trust_metric_code'" in error) == (2, True)
 
 
-@pytest.mark.parametrize("kind", ["recipe", "extended", "device"])
+@pytest.mark.parametrize("kind", ["recipe", "extended", pytest.param("device", marks=pytest.mark.rooms)])
 def test_yaml(kind, mark, leaves_mark, ask, tmp_path):
     text = f"seed: !!python/object/apply:builtins.open ['{mark}', 'w']\n"
     leaves_mark(yaml.unsafe_load, text)
@@ -246,6 +246,7 @@ def test_pickles_beside_weights_are_not_read(model, pickled, leaves_mark, ask):
     assert ask("pretrain_bert", "--model_name_or_path", str(model)) == (0, "")
 
 
+@pytest.mark.rooms
 def test_classes_of_a_folder(model, plant, leaves_mark, ask, monkeypatch):
     """auto_map names a model, a configuration and a tokenizer in a module of the folder. Nobody is asked either."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")

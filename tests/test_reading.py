@@ -149,6 +149,7 @@ def test_no_other_module_parses_files_of_others(module):
             )
 
 
+@pytest.mark.rooms
 def test_the_exceptions_exist():
     for name in OWN_FILES:
         assert any(call.func.attr in ("read_text", "read_bytes") for call in _calls(ROOT / name)), name

@@ -12,6 +12,7 @@ from compare import parameters, relative, same_weights
 from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
 from hooks import StepCount
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import RunError
 from samestep.training import capacity, checkpoint, micro_batch_size, recovery
@@ -131,7 +132,7 @@ def test_memory_that_runs_out_in_the_optimizer_is_said(train):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(fail)
+    handle = register_optimizer_step_pre_hook(fail)
     try:
         with pytest.raises(RunError, match="memory ran out in the optimizer's step 1, which cannot be cut"):
             train("run", "--global_batch_size 10")

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 
@@ -53,7 +53,7 @@ class StepCount:
 
     def __enter__(self) -> "StepCount":
         self.value = 0
-        self._handle = torch.optim.optimizer.register_optimizer_step_post_hook(self._count)
+        self._handle = register_optimizer_step_post_hook(self._count)
         return self
 
     def _count(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""Which tests belong to rooms that can be deleted, `stepplan` and `samestep.contrib`: the only list of them.
+"""Which tests belong to rooms that can be deleted, `stepplan` and `samestep.contrib`: the list of them.
 
-Where a room is not there, its own files are not collected. Of the files that it shares with others, a test is skipped that
-fails because a module of the room is missing. In all other files that is a failure.
+Where a room is not there, its own files are not collected. Of the files that it shares with others, a test is skipped that has
+the mark `rooms`, or fails because a module of the room is missing. In all other files that is a failure.
 """
 
 from importlib.util import find_spec
