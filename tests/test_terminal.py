@@ -84,10 +84,8 @@ def test_progress_on_a_terminal_is_one_line(in_one_style, columns, shown):
 def test_lines_of_a_file_stand_in_order():
     """Those of stdout are written at once, between those of stderr."""
     file = io.BytesIO()
-    with (
-        contextlib.redirect_stdout(io.TextIOWrapper(file)),
-        contextlib.redirect_stderr(io.TextIOWrapper(io.BytesIO())),
-    ):
+    out, err = io.TextIOWrapper(file), io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         interrupt.outlive_readers()
         print("a line")
     assert file.getvalue() == b"a line\n"
