@@ -29,15 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         UsageError: bad usage.
         SystemExit: after `--help`.
     """
-    match sys.argv[1:] if argv is None else argv:
+    words = sys.argv[1:] if argv is None else argv
+    match words:
         case [] | ["-h" | "--help", *_]:
             make_overview().print_help()
             return None
-        case [name, *words] if name in COMMANDS:
-            return answer(name, words)
-        case [name, *_]:
-            raise UsageError(f"{program_name()} {format_name(name)}: {nearest(name, COMMANDS)}")
-    return None
+        case [name, *more] if name in COMMANDS:
+            return answer(name, more)
+        case _:
+            raise UsageError(f"{program_name()} {format_name(words[0])}: {nearest(words[0], COMMANDS)}")
 
 
 def answer(name: str, argv: list[str]) -> int | None:
