@@ -1,6 +1,6 @@
 """Accumulation in the optimizer beside gradient accumulation: memory on real tensors, and time.
 
-    make bench-accumulation
+    make bench NAME=accumulation
 
 - memory: BERT-Base's encoder (12 layers x 768) on one short sample per micro-batch, so that parameters, gradients and moments
   are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `stepplan.trace` counts
@@ -166,7 +166,7 @@ def main() -> None:
     memory += [memory_case(way, 4, 2) for way in WAYS]
     times = list(time_cases(arguments.rounds, arguments.micro_steps))
     more = {"rounds": arguments.rounds, "micro_steps": arguments.micro_steps}
-    about = harness.about("make bench-accumulation", ("torch", "transformers"), **more)
+    about = harness.about("make bench NAME=accumulation", ("torch", "transformers"), **more)
     results = {"about": about, "memory": memory, "time": times}
     harness.write(arguments.output, results, markdown(results))
 

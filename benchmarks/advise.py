@@ -1,6 +1,6 @@
 """Is the batch that `python -m recipes advise` says right? Recipes of the catalog, what it makes of them, and twice its batch.
 
-    make bench-advise                                                   # half an hour on 2 cores, resumable
+    make bench NAME=advise                                                   # half an hour on 2 cores, resumable
     python benchmarks/advise.py --only gpt2_small_cpu --seeds 1 --flags "--max_train_steps 60 --num_warmup_steps 6" \
       --work runs/advise-short --output short
 
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "advise", help="folder of the runs")
     arguments = parser.parse_args()
     rows = harness.read_other_rows(arguments.output, "rows", "recipe", arguments.only)
-    about = harness.about("make bench-advise", ("torch", "transformers", "accelerate"), threads=arguments.threads)
+    about = harness.about("make bench NAME=advise", ("torch", "transformers", "accelerate"), threads=arguments.threads)
     about |= {"flags": arguments.flags, "whole": arguments.whole}
     for name in arguments.only:
         flags = [*("" if arguments.whole else RECIPES[name][1]).split(), *arguments.flags.split()]

@@ -1,6 +1,6 @@
 """Audits the training loops that people use, as their libraries document them: which take the step that they say?
 
-    make audit-peers                      all of it, about 5 minutes; --only NAME for some loops
+    make bench NAME=audited                      all of it, about 5 minutes; --only NAME for some loops
 
 Each loop is a short program of benchmarks/packages/ or benchmarks/loops/, with a tiny random model, no download, and the
 versions of requirements.txt. It is run unchanged with 16 samples in one micro-batch, in 4 x 4 micro-batches, and on two
@@ -374,7 +374,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = harness.read_other_rows(arguments.output, "rows", "loop", arguments.only)
     rows = [row for row in rows if row["loop"] in LOOPS]
-    about = harness.about("make audit-peers", PACKAGES)
+    about = harness.about("make bench NAME=audited", PACKAGES)
     packed_rows = measure_packing()
     with Server(libraries=IMPORTED) as server:
         resumed_rows = [row for title in RESUMED_LOOPS for row in measure_resuming(server, title)]

@@ -1,6 +1,6 @@
 """Batch normalisation: how far a cut takes the step's gradient, and what exact statistics of the whole step cost.
 
-    make bench-batch-norm
+    make bench NAME=batch_norm
 
 The deviation is that of `batch_norm.deviation`, with which training logs it: the relative error of a step's gradient, its
 statistics taken from micro-batches of b images, beside that of the whole batch; at the start, and after a few epochs' worth of
@@ -133,7 +133,7 @@ def main() -> None:
     rows += measure(reader, [64, 32], 30, arguments.rounds)
     rows += measure(resnet_case("ResNet-18", 64, 32), [16, 8], 5, arguments.rounds)
     rows += measure(resnet_case("ResNet-50", 64, 32), [16], 5, arguments.rounds)
-    about = harness.about("make bench-batch-norm", ("torch", "transformers"), pairs=arguments.rounds)
+    about = harness.about("make bench NAME=batch_norm", ("torch", "transformers"), pairs=arguments.rounds)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
     harness.write_part(harness.ROOT / "docs" / "exactness.md", "batch norm", part(results))

@@ -1,6 +1,6 @@
 """Is a step of fine-tuning a language model the same however it is cut: four shapes, all objectives, full and LoRA?
 
-    make bench-chat-grid
+    make bench NAME=chat_grid
     python benchmarks/chat_grid.py --only cells --shapes llama --dtypes float64     # a part; other parts stay as they were
     python benchmarks/chat_grid.py --resume                                         # what is missing of a run that was ended
 
@@ -352,7 +352,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     packages = ("torch", "transformers", "accelerate", "peft")
-    about = harness.about("make bench-chat-grid", packages, threads=1)
+    about = harness.about("make bench NAME=chat_grid", packages, threads=1)
     results: dict[str, Any] = {"about": about, "cells": [], "processes": []}
     path = arguments.output.with_suffix(".json")
     if path.exists():

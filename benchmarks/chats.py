@@ -1,6 +1,6 @@
 """Fine-tuning on ragged conversations: speed and memory beside TRL's trainers and transformers' Trainer.
 
-    make bench-chats                                # 15 minutes on 2 cores that nothing else uses
+    make bench NAME=chats                                # 15 minutes on 2 cores that nothing else uses
     python benchmarks/chats.py --only sft_512 --precisions no --rounds 2
 
 A Llama with random weights learns drawn conversations (samestep/data/drawn_chats.py, level hard), joined to lengths as ragged
@@ -146,10 +146,10 @@ def join_chats(number: int) -> tuple[list[dict[str, str]], drawn_chats.Chat]:
     return turns, chat
 
 
-def write_data(work: Path) -> None:
+def write_data(work: Path, num_chats: int = NUM_CHATS) -> None:
     """Write conversations, and the same ones as pairs of a right and a wrong last answer."""
     with (work / "chats.jsonl").open("w", encoding="utf-8") as chats, (work / "pairs.jsonl").open("w") as pairs:
-        for number in range(NUM_CHATS):
+        for number in range(num_chats):
             turns, chat = join_chats(number)
             right, wrong = ([{"role": "assistant", "content": text}] for text in (chat.answer, chat.wrong))
             chats.write(json.dumps({"messages": turns + right}) + "\n")
@@ -302,7 +302,7 @@ def markdown(results: dict) -> str:
     return harness.page(
         "Fine-tuning on ragged conversations, beside other trainers",
         "chats.py",
-        {"command": "make bench-chats"},
+        {"command": "make bench NAME=chats"},
         "Trained tokens per second; ours / the other's, above 1 where ours is faster. Medians (smallest to largest) of "
         f"{num_rounds} rounds.\n\n"
         f"{table([*heads, *(f'ours / {title}' for title in peers)], speed)}\n"

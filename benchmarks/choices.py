@@ -1,6 +1,6 @@
 """Do the loss curves of `--speed auto` and `--speed safe` agree?
 
-    make bench-choices
+    make bench NAME=choices
 
 Every program with its small recipe, 50 steps, in float32 and in bf16. Beside the safe run:
 
@@ -110,7 +110,7 @@ def main() -> None:
         for precision in arguments.precisions:
             with tempfile.TemporaryDirectory() as folder:
                 rows += measure(program, precision, Path(folder))
-    about = harness.about("make bench-choices", ("torch", "transformers", "accelerate"))
+    about = harness.about("make bench NAME=choices", ("torch", "transformers", "accelerate"))
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 

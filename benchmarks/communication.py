@@ -1,6 +1,6 @@
 """What do algorithms that send less cost in loss, and how much less do they send?
 
-    make bench-communication                               # about an hour on 2 cores, resumable
+    make bench NAME=communication                               # about an hour on 2 cores, resumable
     python benchmarks/communication.py --seeds 1 --steps 60 --work runs/communication-short --output short
 
 A small GPT-2 on Python's documentation (`SHAPE`), batches of 32, trained with each seed in these ways (`WAYS`): the exact step;
@@ -192,7 +192,7 @@ def main() -> None:
             results["losses"][way].append(loss)
             print(way, seed, loss, file=sys.stderr, flush=True)
     packages = ("torch", "transformers", "accelerate")
-    results["about"] = harness.about("make bench-communication", packages, threads=arguments.threads)
+    results["about"] = harness.about("make bench NAME=communication", packages, threads=arguments.threads)
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "communication":
         harness.write_part(harness.ROOT / "docs" / "communication.md", "communication", part(results))

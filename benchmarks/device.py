@@ -1,6 +1,6 @@
 """Measure this machine, CPU or GPUs, and write a device file for `python -m recipes plan RECIPE --on 2xmine.yaml`.
 
-    make bench-device OUTPUT=mine.yaml
+    make bench NAME=device FLAGS='--output mine.yaml'
     python benchmarks/device.py --output mine.yaml [--processes 2]
 
 A device is what one process has: a GPU, or its part of the CPU's cores and memory. All processes measure at the same time,
@@ -64,6 +64,8 @@ DIGITS = 4
 
 Point = tuple[int, float]
 """Bytes and seconds of an all-reduce."""
+Measure = Callable[[Callable[[], object], torch.device], float]
+"""Measures the seconds of a call on a device."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def median_seconds(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(run(count) for _ in range(RUNS))
 
 
-def product_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def product_rates(dtype: torch.dtype, device: torch.device, measure: Measure = median_seconds) -> tuple[float, float]:
     """Measure FLOP/s of products: the best, and of usual shapes."""
 
     def rate(shapes: list[tuple[int, int, int]]) -> float:
@@ -131,19 +133,19 @@ def product_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, floa
             (torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype))
             for m, n, k in shapes
         ]
-        seconds = median_seconds(lambda: [a @ b for a, b in pairs], device)
+        seconds = measure(lambda: [a @ b for a, b in pairs], device)
         return sum(flops(*shape) for shape in shapes) / seconds
 
     large, usual = rate([(LARGE[device.type],) * 3]), rate(layer_shapes(*USUAL[device.type]))
     return max(large, usual), usual
 
 
-def memory_rate(device: torch.device) -> float:
+def memory_rate(device: torch.device, measure: Measure = median_seconds) -> float:
     """Measure bytes/s that a copy or a sum of large arrays reads and writes; the better one."""
     a, b, total = (torch.zeros(ELEMENTS[device.type], device=device).fill_(1) for _ in range(3))
     num_bytes = 4 * a.numel()
-    copied = 2 * num_bytes / median_seconds(lambda: b.copy_(a), device)
-    summed = 3 * num_bytes / median_seconds(lambda: torch.add(a, b, out=total), device)
+    copied = 2 * num_bytes / measure(lambda: b.copy_(a), device)
+    summed = 3 * num_bytes / measure(lambda: torch.add(a, b, out=total), device)
     return max(copied, summed)
 
 

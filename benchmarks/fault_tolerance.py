@@ -1,6 +1,7 @@
 """What becomes of runs that lose replicas (--fault_tolerance step), and what the protocol costs when they lose none.
 
     make chaos
+    make bench NAME=fault_tolerance FLAGS="--only overhead"
 
 - Chaos: three replicas train a tiny model with dropout, over loopback. In each run one kind of thing happens to them, several
   times at random steps: replicas are killed (SIGKILL), hang for longer than their timeout and wake up again (SIGSTOP, SIGCONT),

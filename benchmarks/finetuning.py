@@ -1,6 +1,6 @@
 """Fine-tuning a classifier: its accuracy however it is cut.
 
-    make bench-finetuning TRAIN_FILE=reviews.csv
+    make bench NAME=finetuning FLAGS='--train_file reviews.csv'
 
 TRAIN_FILE is the sentences of Pang and Lee's film reviews (docs/finetuning.md says how to make it). By recipe
 finetune_reviews_cpu, float32, from random weights, as it is, in micro-batches of 8, and on two processes: accuracy on the
@@ -61,7 +61,7 @@ def main() -> None:
     train_file = arguments.train_file.resolve()
     texts, _ = labelled_texts.build(load(RECIPE, {"train_file": [str(train_file)]}))
     about = harness.about(
-        "make bench-finetuning TRAIN_FILE=reviews.csv",
+        "make bench NAME=finetuning FLAGS='--train_file reviews.csv'",
         ("torch", "accelerate", "transformers", "evaluate"),
         texts=str(texts),
         majority=texts.majority,

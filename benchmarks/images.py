@@ -1,6 +1,6 @@
 """Images per second: our programs beside a plain PyTorch loop and transformers' Trainer, on a CPU.
 
-    make bench-images
+    make bench NAME=images
 
 Same model, data, batch, precision and threads; every program in a process of its own, in turns of some seconds (see
 harness.py), so that a machine whose speed changes is the same for all. Counted are steps only, loading included, without
@@ -261,7 +261,7 @@ def main() -> None:
             rows.append({"recipe": name, "steps": num_steps - WARM_UP, "rounds": rounds})
         loaded = loading(photographs)
     rows.sort(key=lambda row: row["recipe"])
-    about = harness.about("make bench-images", ("torch", "accelerate", "transformers"), arguments.threads)
+    about = harness.about("make bench NAME=images", ("torch", "accelerate", "transformers"), arguments.threads)
     results = {"about": about, "rows": rows, "loading": loaded}
     harness.write(arguments.output, results, markdown(results))
 

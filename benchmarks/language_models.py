@@ -1,6 +1,6 @@
 """Plan the memory and the time of published trainings of language models, and compare them with what was printed.
 
-    make bench-language
+    make bench NAME=language_models
 
 Every row of benchmarks/language_models.yaml. The memory has no constant that is fitted to a row; the time has one,
 `timing.SUSTAINED`.
@@ -257,7 +257,7 @@ def measure() -> dict[str, Any]:
     solved = [(row["source"], solve_sustained(row, programs)) for row in published["time"]]
     time = compare_time(published["time"], programs, solved)
     return {
-        "about": harness.about("make bench-language", ()),
+        "about": harness.about("make bench NAME=language_models", ()),
         "fitted": fit_sustained(solved),
         "sources": published["sources"],
         "programs": programs,

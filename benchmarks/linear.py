@@ -1,6 +1,6 @@
 """How the time of a step grows with its micro-batches: k = 1, 2, 4, ... 64 micro-batches of the same size, one process.
 
-    make bench-linear
+    make bench NAME=linear
 
 BERT of 4 layers x 256 on rows of 128 tokens, 8 in a micro-batch: scripts/pretrain_bert.py as users launch it, once for every k,
 all in turns of a second, so that a machine whose speed changes is the same for all. In every round each takes 64 micro-batches,
@@ -22,8 +22,8 @@ import clock
 import harness
 import numpy as np
 import yaml
+from bench import ENDLESS, FULL_BERT, write_data
 from harness import Program, peak_memory, running_time, spread
-from run import ENDLESS, FULL_BERT, write_data
 
 NUM_MICRO_STEPS, MICRO_BATCH = (1, 2, 4, 8, 16, 32, 64), 8
 WARM_UP, TURN = 3, 1.0  # steps, seconds
@@ -102,7 +102,7 @@ def main() -> None:
             work = Path(folder)
             write_data(work, argparse.Namespace(reviews=None, shakespeare=None, nanogpt=None))
             rows.append(measure(precision, arguments.rounds, work, arguments.threads))
-    about = harness.about("make bench-linear", ("torch", "transformers", "accelerate"), arguments.threads)
+    about = harness.about("make bench NAME=linear", ("torch", "transformers", "accelerate"), arguments.threads)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 

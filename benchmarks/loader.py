@@ -1,6 +1,6 @@
 """What the loaders deliver, beside what the models take, and how much memory they need.
 
-    make bench-loader
+    make bench NAME=loader
 
 Speed: in one process, without a DataLoader's workers, the time in which `Steps` draws, partitions and collates steps, and the
 time in which the program's model computes forward and backward of the same steps, in the precision that is faster: bf16 where
@@ -116,7 +116,7 @@ def memory(num_rows: tuple[int, ...]) -> list[dict]:
 
 def main() -> None:
     parser = harness.flags("loader", __doc__, rounds=7, only=CASES)
-    parser.add_argument("--precision", choices=harness.PRECISIONS, default="bf16")
+    parser.add_argument("--precision", choices=harness.PRECISIONS, default=harness.PRECISION)
     parser.add_argument("--rows", type=harness.positive, nargs="+", default=ROWS)
     arguments = parser.parse_args()
     stop_malloc_returning_memory()
@@ -128,7 +128,7 @@ def main() -> None:
             rows.append(speed(title, recipe, num_steps, arguments.rounds, arguments.precision))
             print(rows[-1], file=sys.stderr)
     more = {"rounds": arguments.rounds, "precision": "bf16" if arguments.precision == "bf16" else "float32"}
-    about = harness.about("make bench-loader", ("torch", "transformers"), **more)
+    about = harness.about("make bench NAME=loader", ("torch", "transformers"), **more)
     results = {"about": about, "speed": rows, "memory": memory(tuple(arguments.rows))}
     harness.write(arguments.output, results, markdown(results))
 

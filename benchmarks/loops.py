@@ -1,6 +1,6 @@
 """Measures how far the loops that are documented, and copied, are from the exact step: benchmarks/loops/ on every model.
 
-    make bench-loops
+    make bench NAME=loops
 
 All take the same 77 samples in the same order, 32 in a step, and are recorded by the audit (`python -m recipes audit-script`),
 which compares each with benchmarks/loops/exact.py in one micro-batch, and names what it finds.
@@ -91,7 +91,7 @@ def main() -> None:
             rows.append(measure(references[model], loop, model, b, k, num_processes))
             print(loop, model, rows[-1]["layout"], _cell(rows[-1]), file=sys.stderr, flush=True)
     packages = ("torch", "accelerate", "transformers", "lightning")
-    results = {"about": harness.about("make bench-loops", packages, tolerance=TOLERANCE), "rows": rows}
+    results = {"about": harness.about("make bench NAME=loops", packages, tolerance=TOLERANCE), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
     harness.write_part(arguments.document, "loops", part(results))
 

@@ -1,6 +1,6 @@
 """What a run survives on machines that die, freeze, come and go: does it end as an undisturbed one, how soon does it go on?
 
-    make chaos-machines
+    make bench NAME=machines
 
 Three machines are three scripts of `python -m recipes launch RECIPE --on torchrun:3x1xcpu` on this one, which meet over
 127.0.0.1 at a fourth, the store. In each run something happens at a random step:
@@ -408,7 +408,7 @@ def main() -> int:
             if not rows[-1]["problems"] and arguments.work is None:
                 shutil.rmtree(next(work.glob(f"{number:02}-*")))
             facts = {"runs": number + 1, "seed": arguments.seed, "steps": STEPS, "every": EVERY}
-            about = harness.about("make chaos-machines", ("torch", "accelerate"), 1, **facts)
+            about = harness.about("make bench NAME=machines", ("torch", "accelerate"), 1, **facts)
             results = {"about": about, "rows": rows}
             harness.write(arguments.output, results, markdown(results), is_last=number + 1 == arguments.runs)
     return 1 if any(row["problems"] for row in rows) else 0

@@ -1,6 +1,6 @@
 """Compare the memory that stepplan/memory.py plans with what stepplan/trace.py traces.
 
-    make bench-memory
+    make bench NAME=memory
 
 Every model of the catalog, in float32 and bfloat16, activations kept and recomputed, at three micro-batches: one sample, and
 those whose plan takes a quarter and nearly all of an 80 GB device; and 4 layers of width 1,024 of each architecture of decoders
@@ -196,7 +196,7 @@ def main() -> None:
             print(f"{row['recipe']} b={row['b']} {[row[option] for option in OPTIONS]} {row['error']:+.1%}", flush=True)
         found = [row for model in models for row in rows.get(model, [])]
         seconds = sum(row["seconds"] for row in found)
-        about = harness.about("make bench-memory", ("torch", "transformers"), seconds=seconds)
+        about = harness.about("make bench NAME=memory", ("torch", "transformers"), seconds=seconds)
         results, is_last = {"about": about, "rows": found}, name == arguments.only[-1]
         harness.write(arguments.output, results, markdown(results), is_last)
         if arguments.output == harness.RESULTS / "memory":

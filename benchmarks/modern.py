@@ -1,6 +1,7 @@
 """How much sooner do recipes of today reach the losses of the classics? In one run, side by side, several seeds.
 
-    make bench-modern NANOGPT=path/to/nanoGPT TRAIN_FILE=path/to/tinyshakespeare.txt       # an hour on 2 cores, resumable
+    # an hour on 2 cores, resumable
+    make bench NAME=modern FLAGS='--nanogpt path/to/nanoGPT --train_file path/to/tinyshakespeare.txt'
     python benchmarks/modern.py --only gpt --seeds 1                                       # a pair that needs no files
 
 shakespeare     nanoGPT's own train.py at its settings for a CPU, and gpt_modern_shakespeare_char_cpu
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=harness.positive, default=5, help="of each pair [5]")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of github.com/karpathy/nanoGPT")
     parser.add_argument("--train_file", type=Path, help="tiny Shakespeare")
-    parser.add_argument("--precision", choices=harness.PRECISIONS, default="no", help="of our programs [no]")
+    parser.add_argument("--precision", choices=harness.PRECISIONS, default=harness.PRECISION, help="of our programs")
     parser.add_argument("--flags", default="", help="of our programs, to shorten them")
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "modern", help="folder of finished races")
     arguments = parser.parse_args()
@@ -141,7 +142,7 @@ def main() -> None:
         parser.error("shakespeare needs --nanogpt and --train_file; --only gpt bert needs neither")
     rows = harness.read_other_rows(arguments.output, "rows", "name", arguments.only)
     about = harness.about(
-        "make bench-modern",
+        "make bench NAME=modern",
         ("torch", "transformers", "accelerate"),
         arguments.threads,
         precision=arguments.precision,

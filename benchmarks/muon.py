@@ -1,6 +1,6 @@
 """Muon's orthogonalization: how it multiplies rounding in float32 and in bfloat16, and what it costs beside a step.
 
-    make bench-muon
+    make bench NAME=muon
 
 - Rounding: the gradient of 16 blocks of random tokens by gpt2_small_cpu's model with random weights, computed in one
   micro-batch and in micro-batches of one block each. Of every matrix of a layer the relative difference of both gradients, and
@@ -103,7 +103,7 @@ def plan_cost() -> dict[str, float]:
 def main() -> None:
     arguments = harness.flags("muon", __doc__, rounds=3, only=("rounding", "cost")).parse_args()
     file = arguments.output.with_suffix(".json")
-    results = {"about": harness.about("make bench-muon", ("torch", "transformers")), "planned": plan_cost()}
+    results = {"about": harness.about("make bench NAME=muon", ("torch", "transformers")), "planned": plan_cost()}
     if file.exists():
         results = json.loads(file.read_text(encoding="utf-8")) | results
     if "rounding" in arguments.only:

@@ -1,7 +1,7 @@
 """Compares dropout by sample (samestep/step/noise.py) with random numbers, and with torch's dropout in time.
 
-    make bench-noise
-    make bench-noise FLAGS="--only cost"
+    make bench NAME=noise
+    make bench NAME=noise FLAGS="--only cost"
 
 - statistics: every test is of all draws, 16-bit numbers of the hash, or of the masks that they make at p = 0.1 and 0.5. It
   gives a z: how many standard deviations a count or a sum is off what random numbers give. The z of a largest value (of a
@@ -295,7 +295,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     stop_malloc_returning_memory()  # as programs do
-    about = harness.about("make bench-noise", ("torch", "transformers"), arguments.threads)
+    about = harness.about("make bench NAME=noise", ("torch", "transformers"), arguments.threads)
     file = arguments.output.with_suffix(".json")
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if "statistics" in arguments.only:

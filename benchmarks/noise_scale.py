@@ -1,6 +1,6 @@
 """Gradient noise scale of problems whose covariance is known, measured by training programs: do its intervals cover the truth?
 
-    make bench-noise-scale
+    make bench NAME=noise_scale
 
 - coverage: the loss of a target is the product of the weights with a random vector, so that its gradient is that vector, whose
   mean and covariance are given. A program under `Run` trains it, every step measured, on 1 to 3 processes. Its steps are cut
@@ -326,7 +326,7 @@ def main() -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     file = arguments.output.with_suffix(".json")
     results = json.loads(file.read_text()) if file.exists() else {"coverage": [], "cost": []}
-    results |= {"about": harness.about("make bench-noise-scale", ("torch", "accelerate"), threads=1)}
+    results |= {"about": harness.about("make bench NAME=noise_scale", ("torch", "accelerate"), threads=1)}
     results["about"] |= {"measurements": arguments.num_measurements}
     if "coverage" in arguments.only:
         # Rows of other problems and layouts stay

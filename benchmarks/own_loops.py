@@ -1,4 +1,6 @@
-"""How fast a loop is with the exact step, beside the same loop before: make bench-own-loops
+"""How fast a loop is with the exact step, beside the same loop before.
+
+    make bench NAME=own_loops
 
 Both compute the same batches: texts of one length, so that no cut saves padding. They take turns, round after round; what
 counts is the median of the rounds' ratios, in CPU seconds of one thread, which other work on the machine disturbs little.
@@ -123,7 +125,7 @@ def main() -> None:
         ratios = [slow / fast for slow, fast in zip(times["before"], times["after"], strict=True)]
         rows.append({"loop": name, "seconds": times, "ratios": ratios})
     rows.sort(key=lambda row: list(CASES).index(row["loop"]))
-    about = harness.about("make bench-own-loops", ("torch", "transformers", "accelerate"), 1)
+    about = harness.about("make bench NAME=own_loops", ("torch", "transformers", "accelerate"), 1)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 

@@ -1,6 +1,6 @@
 """Audits trainers as they are installed, and compares every verdict with a plain computation of the same gradients.
 
-    make bench-packages
+    make bench NAME=packages
 
 Each program of benchmarks/packages/ is run twice under each layout: by the audit, and by packages/plain.py, which uses nothing
 of the audit and saves whole gradients at a rate of 0. The errors must be the same, and exact must mean exact. Writes
@@ -167,7 +167,7 @@ def main() -> None:
     rows = []
     for title, program in PROGRAMS.items():
         rows += measure(title, [str(word) for word in program])
-    results = {"about": harness.about("make bench-packages", PACKAGES), "rows": rows}
+    results = {"about": harness.about("make bench NAME=packages", PACKAGES), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 
 

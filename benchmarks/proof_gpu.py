@@ -27,7 +27,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,19 +59,19 @@ MOST_JOBS = 6
 TICK = 0.05
 
 
-def check_packages() -> None:
-    """Check that all is installed that the parts need.
+def check_packages(requirements: Path = REQUIREMENTS) -> None:
+    """Check that all is installed that the parts need, and a file lists.
 
     Raises:
         UsageError: it names what is missing, and the file that lists it.
     """
-    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    lines = requirements.read_text(encoding="utf-8").splitlines()
     names = [re.split("[=<>]", text)[0] for text in lines if not text.startswith("#")]
     installed = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()}
     if missing := [name for name in names if name not in installed and name not in OPTIONAL]:
         raise UsageError(
             f"the proof needs {', '.join(missing)}, which are not installed: pip install -r "
-            f"{REQUIREMENTS.relative_to(ROOT)} (it says how without a network)"
+            f"{os.path.relpath(requirements, ROOT)} (it says how without a network)"
         )
 
 
@@ -145,10 +145,22 @@ class Runner:
         is_tiny: whether shapes are small.
         jobs: most processes at a time.
         end: moment after which all are ended.
+        child: the program of a process.
+        clock: reads the seconds.
     """
 
-    def __init__(self, file: Path, session: int, is_tiny: bool, jobs: int, end: float):
+    def __init__(
+        self,
+        file: Path,
+        session: int,
+        is_tiny: bool,
+        jobs: int,
+        end: float,
+        child: Path = CHILD,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.file, self.session, self.is_tiny, self.jobs, self.end = file, session, is_tiny, jobs, end
+        self.child, self.clock = child, clock
         self.children: list[Child] = []
         self.logs = file.with_name(f"{file.stem}-logs")
 
@@ -165,7 +177,7 @@ class Runner:
     def run(self, waiting: list[Task]) -> Iterator[None]:
         """Compute tasks in their order until time is up; give way whenever a row was written or a process has ended."""
         size = 0
-        while (waiting or self.children) and time.monotonic() < self.end:
+        while (waiting or self.children) and self.clock() < self.end:
             while waiting and self._has_room(waiting[0]):
                 self._start(waiting.pop(0))
             time.sleep(TICK)
@@ -196,19 +208,19 @@ class Runner:
             environment["OMP_NUM_THREADS"] = "1"
         log = (self.logs / f"{task.part}-{len(list(self.logs.iterdir()))}.log").open("w", encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, str(CHILD), *words],
+            [sys.executable, str(self.child), *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment | dict(task.environment),
             start_new_session=True,
         )
-        self.children.append(Child(task, process, log, time.monotonic() + task.seconds))
+        self.children.append(Child(task, process, log, self.clock() + task.seconds))
 
     def _has_ended(self, child: Child) -> bool:
         if child.process.poll() is not None:
             return True
-        if time.monotonic() > child.deadline:
+        if self.clock() > child.deadline:
             self._kill(child)
             return True
         return False
@@ -228,9 +240,7 @@ class Runner:
         if rest and rest[0] == child.task.items[0]:
             code = child.process.returncode
             why = (
-                f"took more than {child.task.seconds:.0f} s"
-                if time.monotonic() > child.deadline
-                else f"ended with {code}"
+                f"took more than {child.task.seconds:.0f} s" if self.clock() > child.deadline else f"ended with {code}"
             )
             row = {"part": child.task.part, "item": rest.pop(0), "session": self.session}
             append(self.file, row | {"failed": f"{why}: see {child.log.name}"})

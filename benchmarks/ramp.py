@@ -1,6 +1,6 @@
 """Does a batch that grows reach the loss of one batch in fewer steps? And is its curve the same wherever it is resumed?
 
-    make bench-ramp                                        # about an hour on 2 cores, resumable
+    make bench NAME=ramp                                        # about an hour on 2 cores, resumable
     python benchmarks/ramp.py --only resume --num_points 4 --work runs/ramp-short --output short
 
 - reach: a small GPT-2 on Python's documentation (`SHAPE`), trained with each seed in four ways. With as many samples: constant
@@ -150,7 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     file = arguments.output.with_suffix(".json")
     results = json.loads(file.read_text()) if file.exists() else {"reach": None, "resume": []}
-    about = harness.about("make bench-ramp", ("torch", "transformers", "accelerate"), threads=arguments.threads)
+    about = harness.about("make bench NAME=ramp", ("torch", "transformers", "accelerate"), threads=arguments.threads)
     for name in arguments.only:
         if name == "reach":
             results["reach"] = measure_reach(arguments.seeds, arguments.work, arguments.threads)

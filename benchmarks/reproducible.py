@@ -1,6 +1,6 @@
 """Is a reproducible run the same to the bit, on whatever it runs, and what does that cost?
 
-    make bench-reproducible        # about an hour on 2 cores; nothing else should run while costs are measured
+    make bench NAME=reproducible        # about an hour on 2 cores; nothing else should run while costs are measured
     python benchmarks/reproducible.py --only cost
     python benchmarks/reproducible.py --only grid    # minutes; timings of others do not matter
 
@@ -403,7 +403,7 @@ def main() -> None:
     args.work.mkdir(parents=True)
     file = args.output.with_suffix(".json")
     results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "moved": {}, "cost": []}
-    about = harness.about("make bench-reproducible", ("torch", "accelerate", "transformers"), 1)
+    about = harness.about("make bench NAME=reproducible", ("torch", "accelerate", "transformers"), 1)
     if args.only != ["grid"]:
         results["about"] = about
     if "sweep" in args.only:

@@ -1,6 +1,6 @@
 """Predicted communication beside real runs: DDP over a small GPT-2 on 1 to 4 processes that talk over gloo.
 
-    make bench-scaling
+    make bench NAME=scaling
 
 What is checked is `timing.all_reduce` and what `timing.step_time` makes of it: buckets of 25 MiB, hidden behind the backward
 but the last, once per step or in every micro-batch. Computation is not predicted: its seconds are measured, with the same
@@ -176,10 +176,10 @@ def measure(is_throttled: bool, rounds: int) -> dict[str, list[float]]:
     }
 
 
-def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
-    """Call `measure` in namespaces with throttled links; the reason, where they cannot be made."""
+def measure_throttled(rounds: int, namespace: list[str] = NAMESPACE) -> dict[str, list[float]] | str:
+    """Call `measure` in namespaces with throttled links, which a command makes; the reason, where they cannot be made."""
     try:
-        tried = subprocess.run([*NAMESPACE, SET_UP], capture_output=True, text=True)
+        tried = subprocess.run([*namespace, SET_UP], capture_output=True, text=True)
     except OSError as error:
         return f"{error.strerror}: unshare"
     if tried.returncode:
@@ -187,7 +187,7 @@ def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
     with tempfile.TemporaryDirectory() as folder:
         seconds = f"{folder}/seconds.json"
         words = [sys.executable, __file__, "--rounds", str(rounds), "--throttled_into", seconds]
-        subprocess.run([*NAMESPACE, SET_UP + 'exec "$@"', "sh", *words], check=True)
+        subprocess.run([*namespace, SET_UP + 'exec "$@"', "sh", *words], check=True)
         return json.loads(Path(seconds).read_text())
 
 
@@ -354,7 +354,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in build_model().parameters())
     throttled = measure_throttled(arguments.rounds)
     more = {"rounds": arguments.rounds, "num_parameters": num_parameters, "mbit": MBIT}
-    about = harness.about("make bench-scaling", ("torch", "transformers"), num_cores(), **more)
+    about = harness.about("make bench NAME=scaling", ("torch", "transformers"), num_cores(), **more)
     links = {
         "loopback": compare(measure(False, arguments.rounds), num_parameters),
         "throttled": throttled if isinstance(throttled, str) else compare(throttled, num_parameters),

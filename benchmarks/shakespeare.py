@@ -1,6 +1,6 @@
 """The published result beside ours: nanoGPT's own train.py and scripts/pretrain_gpt2.py, tiny Shakespeare, 2,000 steps.
 
-    make bench-shakespeare NANOGPT=path/to/nanoGPT TRAIN_FILE=path/to/tinyshakespeare.txt
+    make bench NAME=shakespeare FLAGS='--nanogpt path/to/nanoGPT --train_file path/to/tinyshakespeare.txt'
 
 NANOGPT is a checkout of github.com/karpathy/nanoGPT; TRAIN_FILE is input.txt of its data/shakespeare_char. Both programs are
 run as their users run them, in turns, in processes of their own, with the same threads and in float32 (nanoGPT has no other
@@ -162,7 +162,7 @@ def main() -> None:
             }
         rows.append(row)
     about = harness.about(
-        "make bench-shakespeare",
+        "make bench NAME=shakespeare",
         ("torch", "accelerate", "transformers"),
         threads,
         rounds=arguments.rounds,

@@ -1,6 +1,6 @@
 """Sharded weights (FSDP2) beside whole ones, on two and three CPU processes: the gradient, and the memory beside its plan.
 
-    make bench-sharding
+    make bench NAME=sharding
 
 - gradient: of one step of 12 samples of 128 tokens, in micro-batches, as the scripts take it; its distance from the gradient of
   whole weights in float32, relative to it. Biases of keys are left out: attention does not depend on them, so that their
@@ -127,7 +127,7 @@ def main() -> None:
             server.run(words, num_processes, timeout=TIMEOUT, environment=environment)
             measured[num_processes] = [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
     rows = [row for n in (2, 3) for row in compare(measured[1][0], measured[n])]
-    about = harness.about("make bench-sharding", ("torch", "accelerate", "transformers"), threads=1)
+    about = harness.about("make bench NAME=sharding", ("torch", "accelerate", "transformers"), threads=1)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
     if (worst := max(abs(row["error"]) for row in rows)) > PROMISED:

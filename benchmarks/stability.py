@@ -1,6 +1,6 @@
 """How much of a recipe's result hangs on rounding, beside what hangs on its seed?
 
-    make bench-stability                                     # every recipe of the CPU catalog: hours on 2 cores, resumable
+    make bench NAME=stability                                     # every recipe of the CPU catalog: hours on 2 cores, resumable
     python benchmarks/stability.py --only resnet_digits_cpu --flags "--learning_rate 0.05" --output digits --work runs/digits
     python benchmarks/stability.py --only finetune_reviews_cpu --reviews reviews.csv     # docs/finetuning.md makes it
 
@@ -191,7 +191,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     threads = max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
-    about = harness.about("make bench-stability", ("torch", "transformers", "accelerate"), threads)
+    about = harness.about("make bench NAME=stability", ("torch", "transformers", "accelerate"), threads)
     files = {name: getattr(arguments, flag) for name, flag in FILES.items()}
     names = [name for name in arguments.only if name not in FILES or files[name]]
     for number, name in enumerate(names, 1):

@@ -1,6 +1,6 @@
 """Start-up: seconds from the command to the end of the first optimizer step, and what they are spent on.
 
-    make bench-startup
+    make bench NAME=startup
 
 Every program with its small recipe, launched as users launch it, once before to fill the caches; the programs in turns.
 
@@ -104,7 +104,7 @@ def measure(program: str, precision: str, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = harness.flags("startup", __doc__, rounds=5, only=RECIPES)
-    parser.add_argument("--precision", choices=harness.PRECISIONS, default="bf16")
+    parser.add_argument("--precision", choices=harness.PRECISIONS, default=harness.PRECISION)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -116,7 +116,9 @@ def main() -> None:
 
         calls = {program: partial(run, program) for program in arguments.only}
         rows = harness.in_turns(calls, arguments.rounds, warm_up=1)
-    about = harness.about("make bench-startup", ("torch", "transformers", "accelerate"), len(os.sched_getaffinity(0)))
+    about = harness.about(
+        "make bench NAME=startup", ("torch", "transformers", "accelerate"), len(os.sched_getaffinity(0))
+    )
     results = {"about": about, "precision": arguments.precision, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 

@@ -1,6 +1,6 @@
 """What is trained with the chat templates of released models, as they are: their texts are those that TRL holds.
 
-    make bench-templates
+    make bench NAME=templates
 
 Each template renders chats of several kinds, and drawn ones with system turns, tools and thoughts. A chat is right where the
 tokens are those of `render_jinja_template`, where each answer is one run of trained tokens that holds all words of its turn and
@@ -223,7 +223,7 @@ def main() -> None:
             *filter(lambda text: "WRONG" in text, rows[name]["kinds"].values()),
             file=sys.stderr,
         )
-    results = {"about": harness.about("make bench-templates", ("trl", "transformers", "jinja2")), "rows": rows}
+    results = {"about": harness.about("make bench NAME=templates", ("trl", "transformers", "jinja2")), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
     harness.write_part(arguments.document, "templates", part(results))
 

@@ -1,6 +1,6 @@
 """Predict published throughputs with stepplan/timing.py, and fit its constants to them.
 
-    make bench-timing
+    make bench NAME=timing
 
 Every row of benchmarks/published.yaml is predicted with the constants as they are in stepplan/timing.py, and with constants
 fitted to all rows but this one; but those of its machine (a publisher's numbers on one kind of device); but those of its
@@ -186,7 +186,7 @@ def measure(rows: list[Row]) -> dict:
                 "seconds": dataclasses.asdict(step) | {"total": step.total, "share_of_peak": step.share_of_peak},
             }
         )
-    about = harness.about("make bench-timing", ("numpy",))
+    about = harness.about("make bench NAME=timing", ("numpy",))
     sharded = predict_sharded()
     scaling = compare_scaling(sharded, ("source", "work"))
     return {

@@ -1,6 +1,6 @@
 """Measures how often the audit is right: on every program of tests/audited/, sound or with one fault, under all its layouts.
 
-    make bench-verdicts
+    make bench NAME=verdicts
 
 Each is run unchanged and recorded as `python -m recipes audit-script` does it, and compared with its reference layout. Writes
 benchmarks/results/verdicts.* and the tables of docs/audit.md.
@@ -138,7 +138,7 @@ def main() -> None:
             row = measure(server, program)
             print(f"{row['program']:50} {row['verdict']} {row['seconds']} s", file=sys.stderr, flush=True)
             rows.append(row)
-    results = {"about": harness.about("make bench-verdicts", PACKAGES, tolerance=corpus.TOLERANCE), "rows": rows}
+    results = {"about": harness.about("make bench NAME=verdicts", PACKAGES, tolerance=corpus.TOLERANCE), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
     harness.write_part(arguments.document, "causes", guide())
     harness.write_part(arguments.document, "verdicts", part(results))

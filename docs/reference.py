@@ -181,10 +181,10 @@ def plan() -> str:
 def run(command: str) -> tuple[int, str]:
     """Run a command of `samestep` in this process; return its exit code and what it prints."""
     output, argv = io.StringIO(), sys.argv
-    sys.argv = ["samestep", *shlex.split(command)]
+    sys.argv = ["samestep"]  # the program that its texts name
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.chdir(DOCS.parent):
-            code = exit_code(cli.main)
+            code = exit_code(lambda: cli.main(shlex.split(command)))
     finally:
         sys.argv = argv
     return code, output.getvalue()

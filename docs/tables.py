@@ -124,7 +124,7 @@ def pair(rows: list[dict[str, Any]], peer: str, decimals: int | None = None) -> 
 
 
 def rows_of_bench(workload: str) -> list[dict[str, Any]]:
-    """Read the rows of a workload of benchmarks/run.py."""
+    """Read the rows of a workload of benchmarks/bench.py."""
     return [row for row in read("bench")["rows"] if row["workload"] == workload]
 
 
@@ -148,7 +148,7 @@ def how_fast() -> str:
 
 
 def speed() -> str:
-    """Show all ratios of benchmarks/run.py that docs/speed.md shows."""
+    """Show all ratios of benchmarks/bench.py that docs/speed.md shows."""
     lines = [
         [title, *(pair(rows_of_bench(name), peer, 2 if name in ("gpt2", "resnet18") else 1) for peer in PEERS)]
         for name, title in WORKLOADS.items()

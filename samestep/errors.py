@@ -52,7 +52,7 @@ UNWRITABLE = FULL | {
 UNWRITABLE_TEXT = re.compile(
     "No space left on device|Disk quota exceeded|Read-only file system|File too large|No usable temporary directory"
 )
-"""What such an error says where a library leaves out its number."""
+"""Texts of such an error where a library leaves out its number."""
 LITTLE = 2**26  # free bytes of a folder that is as good as full
 LOST_PROCESS = (
     "another process has ended or hangs: this one ends, and the launcher starts it again from the newest checkpoint"

@@ -21,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def add_processes(arguments: dict[str, Any], processes: list[int] | None) -> dict[str, Any]:
+    """Return the arguments of an audit with the option's numbers of processes, where they have neither those nor cuts."""
+    return {"processes": processes} | arguments if processes and "cuts" not in arguments else arguments
+
+
 @pytest.fixture
 def assert_same_step(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Return `stepaudit.assert_same_step`, whose failures show the table and the causes, and no traceback."""
@@ -28,10 +33,8 @@ def assert_same_step(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def check(*args: Any, **kwargs: Any) -> Any:
         from stepaudit import audit_step  # here: every run of pytest loads this plugin, and few need torch
 
-        if (processes := request.config.getoption("--audit-processes")) and "cuts" not in kwargs:
-            kwargs.setdefault("processes", processes)
         try:
-            audit = audit_step(*args, **kwargs)
+            audit = audit_step(*args, **add_processes(kwargs, request.config.getoption("--audit-processes")))
         except UsageError as error:
             pytest.fail(f"assert_same_step: {error}", pytrace=False)
         if not audit.is_exact:

@@ -27,6 +27,8 @@ FAILURE_CODE = 3  # exit code of an audit that has failed itself
 MAX_PROCESSES = 64
 MAX_PROGRAM_BYTES = 2**24
 PACKAGES = ("torch", "numpy", "cloudpickle")
+RunProgram = Callable[..., list[Recording]]
+"""Runs and records a program: see `record`, which is one."""
 USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
          [--resume "FLAG=VALUE,..."] [--stop 3]
          [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
@@ -212,12 +214,13 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
     return recordings
 
 
-def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
+def audit_script(argv: list[str], prog: str = "python -m stepaudit", run_program: RunProgram | None = None) -> int:
     """Run the command.
 
     Args:
         argv: flags, `--`, a program and the program's words.
         prog: name of the command in usage and messages.
+        run_program: runs and records a program, as `record` does; None: `record`.
 
     Returns:
         The exit code: 0 exact, 1 not exact, 3 when the audit itself has failed.
@@ -226,7 +229,7 @@ def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
         UsageError: bad flags, a program that fails.
     """
     try:
-        return _audit_script(argv, prog)
+        return _audit_script(argv, prog, run_program or record)
     except UsageError:
         raise
     except Exception as error:  # of the audit, whatever it is: it must not look like a verdict
@@ -300,7 +303,7 @@ def _make_parser(prog: str) -> _Parser:
     return parser
 
 
-def _audit_script(argv: list[str], prog: str) -> int:
+def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     audit_words, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     flags = _make_parser(prog).parse(audit_words)
     if not program:
@@ -345,7 +348,7 @@ def _audit_script(argv: list[str], prog: str) -> int:
             flags.stop,
             flags.steps,
             flags.tolerance,
-            lambda words, variation, num_steps, mode: record(words, variation, num_steps, flags.timeout, mode),
+            lambda words, variation, num_steps, mode: run_program(words, variation, num_steps, flags.timeout, mode),
             announce,
         )
         reference_findings = []
@@ -353,7 +356,7 @@ def _audit_script(argv: list[str], prog: str) -> int:
         labels, recordings = [str(variation) for variation in runs], []
         for variation in runs:
             announce(f"{program[0]}: {variation}")
-            recordings.append(record(program, variation, flags.steps, flags.timeout))
+            recordings.append(run_program(program, variation, flags.steps, flags.timeout))
         reference_findings = find_faults(recordings[0])
         comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
     is_exact = all(comparison.is_exact for comparison in comparisons) and all(

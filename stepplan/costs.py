@@ -18,11 +18,11 @@ from stepplan.placement import Placement
 DISK = 1.0
 """Rate at which checkpoints are written, GB/s. Assumed: a disk of a rented machine, or a fast network file system."""
 RESTART_SECONDS = 180.0
-"""From an interruption to the next step on a machine that is there: processes, data, weights, first kernels. Assumed."""
+"""Seconds from an interruption to the next step on a machine at hand: processes, data, weights, first kernels. Assumed."""
 BYTES_PER_TOKEN = 8
-"""Of data on disk: 4 of text, assumed, and 4 of the token's number in the cache."""
+"""Bytes of a token of data on disk: 4 of text, assumed, and 4 of the token's number in the cache."""
 BYTES_PER_PHOTOGRAPH = 110e3
-"""Of a photograph as JPEG: the 138 GB of ImageNet's 1.28 million."""
+"""Bytes of a photograph as JPEG: the 138 GB of ImageNet's 1.28 million."""
 KEPT_CHECKPOINTS = 2
 """Checkpoints on disk at once, as the programs keep them."""
 MAX_PER_DAY = 1440.0
@@ -31,7 +31,7 @@ MAX_PER_DAY = 1440.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a user says of the machines and the time, beside the hardware.
+    """A user's terms: the machines and the time, beside the hardware.
 
     Attributes:
         price_per_hour: dollars for an hour of one device; None: not known.

@@ -198,7 +198,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What of a model is trained, and in which bytes its weights are kept.
+    """The part of a model that is trained, and the bytes in which its weights are kept.
 
     Attributes:
         rank: of the adapters; None: all weights are trained.

@@ -151,7 +151,7 @@ def parse(text: str, network: str | None = None) -> Hardware:
 
 
 UNITS = {"GB/s": 1.0, "Gb/s": 1 / 8, "MB/s": 1e-3, "Mb/s": 1e-3 / 8}
-"""Of bandwidths, in GB/s."""
+"""Units of bandwidths, in GB/s."""
 
 
 def set_network(device: Device, bandwidth: str | None) -> Device:

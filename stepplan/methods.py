@@ -5,7 +5,7 @@ A method is a set of changes to a recipe, so that what is proposed is a recipe. 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from samestep.recipe.catalog import load, overlay
@@ -189,7 +189,12 @@ class Remedy:
 
 
 def find_remedies(
-    workload: Workload, hardware: Hardware, make: MakeWorkload, length_field: str | None, **options: Any
+    workload: Workload,
+    hardware: Hardware,
+    make: MakeWorkload,
+    length_field: str | None,
+    methods: Sequence[Method] = METHODS,
+    **options: Any,
 ) -> list[Remedy]:
     """Find what to change in a workload that does not fit: on the same hardware the fastest first, then other hardware.
 
@@ -201,10 +206,11 @@ def find_remedies(
         hardware: what it does not fit on.
         make: makes it with other fields.
         length_field: field that says the tokens of a sample; None: it has none.
+        methods: that are tried, in any order.
         options: those of `placement.place`.
     """
     here = []
-    for method in METHODS:
+    for method in methods:
         for length in _halve(workload.model.length if length_field else 0):
             changes = {**method.changes, **({length_field: length} if length_field else {})}
             if length_field and length == workload.model.length:

@@ -1,4 +1,4 @@
-"""What a run asks of the planner; see `samestep.recipe.prediction`."""
+"""The questions of a run to the planner; see `samestep.recipe.prediction`."""
 
 import dataclasses
 

@@ -42,7 +42,7 @@ class Calibration:
     loading: float  # seconds of one core to decode and crop an ImageNet photograph
 
 
-# `make bench-timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to three digits;
+# `make bench NAME=timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to three digits;
 # tests/test_timing.py compares them with that fit.
 CALIBRATION = Calibration(
     traffic_eager=12.9,
@@ -57,10 +57,10 @@ CALIBRATION = Calibration(
 )
 
 NEWTON_SCHULZ_STEPS = 5
-"""Of Muon: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
+"""Steps of Muon's iteration: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
 SUSTAINED = {"h100": 0.746, "h200": 0.746}
 """Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
-number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language`."""
+number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench NAME=language_models`."""
 
 
 @dataclasses.dataclass(frozen=True)

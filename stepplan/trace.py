@@ -11,7 +11,7 @@ inside itself, fragmentation, the allocator's rounding to 512 bytes.
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -152,6 +152,19 @@ class _Tracer(TorchDispatchMode):
         return peak
 
 
+def check_versions(oldest_versions: Mapping[Any, tuple[int, int]]) -> None:
+    """Refuse torch and transformers that are older than those of a table, which names modules."""
+    found = {module: tuple(map(int, module.__version__.split(".")[:2])) for module in oldest_versions}
+    if any(found[module] < oldest for module, oldest in oldest_versions.items()):
+        needed, here = (
+            " and ".join(f"{module.__name__} {major}.{minor}" for module, (major, minor) in versions.items())
+            for versions in (oldest_versions, found)
+        )
+        raise UsageError(
+            f"tracing needs {needed} or newer, here are {here}: upgrade, or plan by formula, without --trace"
+        )
+
+
 def trace_step(
     build: Callable[[], nn.Module],
     loss: Callable[[nn.Module, int], Tensor],
@@ -177,15 +190,7 @@ def trace_step(
     Raises:
         UsageError: the model cannot recompute its activations, or torch or transformers is too old.
     """
-    found = {module: tuple(map(int, module.__version__.split(".")[:2])) for module in OLDEST}
-    if any(found[module] < oldest for module, oldest in OLDEST.items()):
-        needed, here = (
-            " and ".join(f"{module.__name__} {major}.{minor}" for module, (major, minor) in versions.items())
-            for versions in (OLDEST, found)
-        )
-        raise UsageError(
-            f"tracing needs {needed} or newer, here are {here}: upgrade, or plan by formula, without --trace"
-        )
+    check_versions(OLDEST)
 
     def forward() -> Tensor:
         dtype = AUTOCAST[mixed_precision]

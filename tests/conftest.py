@@ -1,5 +1,6 @@
 """Shared by all tests: an offline cache of their own, a small corpus of real text, and runs of the real script."""
 
+import contextlib
 import fcntl
 import gc
 import json
@@ -29,10 +30,12 @@ for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
         signal.signal(number, handler)
 
 import pytest
+import rooms
 import torch
 from blank import draw_nothing
 from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
 from forked import AUDITED, Server
+from hooks import call_after_forward
 
 from samestep import interrupt
 from samestep.models import cpu_matmul as products
@@ -42,6 +45,7 @@ from samestep.training import capacity
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("compare")
 collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, which importing would run
+collect_ignore += rooms.list_ignored()
 
 
 FORKS = pytest.StashKey[Server]()
@@ -60,6 +64,9 @@ BARE = {"test_audit_masks", "test_audit_script", "test_boundaries", "test_costs"
 
 def find_missing(text: str, path: Path) -> str:
     """Find the package that a failure is for want of, or that is too old; empty: there is none, or none may be wanted."""
+    for room in rooms.list_excused(path):
+        if re.search(rf"No module named '{re.escape(room)}\b|needs the package {re.escape(room)}\b", text):
+            return room
     names = "|".join(MISSING)
     if match := re.search("tracing needs (torch .*?) or newer, here are", text):
         return match[1]  # `trace.OLDEST`: newer than what everything else works with
@@ -84,7 +91,11 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave thorough cases out, unless -m asks for them, or one of the words names a test."""
+    """Leave thorough cases out, unless -m asks for them, or one of the words names a test; and what needs a missing room."""
+    if rooms.MISSING:
+        for item in items:
+            if item.get_closest_marker("rooms"):
+                item.add_marker(pytest.mark.skip(reason=f"needs {rooms.MISSING[0]}"))
     if "thorough" in config.option.markexpr or any("::" in word for word in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
@@ -130,6 +141,25 @@ def restore_signal_handlers():
 def nothing_remembered(monkeypatch, tmp_path):
     """Forget after each test what it learned about memory."""
     monkeypatch.setattr(capacity, "FILE", tmp_path / "capacity.json")
+
+
+@pytest.fixture
+def use_cache(monkeypatch):
+    """Let HF_DATASETS_CACHE name a folder: use_cache(folder). `datasets` reads it once, and its config at every use."""
+    import datasets  # here: it reads HF_HOME when it is imported
+
+    def use(folder: Path) -> None:
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(folder))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+
+    return use
+
+
+@pytest.fixture
+def after_forward():
+    """Act behind each forward of a class of modules: after_forward(module_class, act); see `hooks.call_after_forward`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda module_class, act: stack.enter_context(call_after_forward(module_class, act))
 
 
 @pytest.fixture(autouse=True)

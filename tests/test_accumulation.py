@@ -81,18 +81,17 @@ def test_adamw_is_near_the_exact_one(train):
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
 
-def test_memory_that_runs_out_ends_the_run(train, monkeypatch):
+def test_memory_that_runs_out_ends_the_run(train, after_forward):
     """After the sizes were tried, in the third micro-batch of the second step: what is folded cannot be taken back."""
-    calls, forward = [], model_of("pretrain_bert").forward
+    calls = []
 
-    def limited(self, *arguments, **keywords):
+    def limited(*_, **__):
         if torch.is_grad_enabled():
             calls.append(1)
             if len(calls) == 2 + 6 + 3:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, *arguments, **keywords)
 
-    monkeypatch.setattr(model_of("pretrain_bert"), "forward", limited)
+    after_forward(model_of("pretrain_bert"), limited)
     with pytest.raises(RunError, match=r"in step 2, some gradients .* smaller --per_device_train_batch_size than 4"):
         train("short", ADAMW + "--per_device_train_batch_size 4")
 
@@ -111,15 +110,15 @@ def test_memory_that_runs_out_on_one_process_ends_both(trainings, corpus, tmp_pa
     assert "memory ran out on another process in step 5" in said
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_without_a_checkpoint(train, monkeypatch):
-    calls, forward = [], model_of("pretrain_bert").forward
+def test_a_gradient_that_is_not_finite_ends_the_run_without_a_checkpoint(train, after_forward):
+    calls = []
 
-    def breaking(self, *arguments, **keywords):
-        sums, correct = forward(self, *arguments, **keywords)
+    def breaking(model, outputs, **micro_batch):
+        sums, correct = outputs
         calls.append(torch.is_grad_enabled())
         return (sums * float("nan") if sum(calls) == 20 else sums), correct
 
-    monkeypatch.setattr(model_of("pretrain_bert"), "forward", breaking)
+    after_forward(model_of("pretrain_bert"), breaking)
     flags = ADAMW + "--per_device_train_batch_size 4 --checkpointing_steps 1 --logging_steps 1"
     with pytest.raises(RunError, match=r"not finite.*Resume from a checkpoint before it"):
         train("broken", flags)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 
@@ -45,8 +44,7 @@ def ask(tmp_path, monkeypatch, capsys):
             noises[-1] |= {"per_device_train_batch_size": 4, "per_device_train_tokens": None}
         for file, lines in (("metrics", steps), ("noise", noises)):
             (folder / f"{file}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        monkeypatch.setattr(sys, "argv", ["recipes", "advise", "run", *flags.split()])
-        code = exit_code(cli.main)
+        code = exit_code(lambda: cli.main(["advise", "run", *flags.split()]))
         return code, *capsys.readouterr()
 
     return run
@@ -79,11 +77,11 @@ def test_measurements_at_the_ends_of_what_a_float_holds(noise, is_known, ask):
         ("settings.json", '{"num_processes": -2}', "settings.json: num_processes is -2, must be a whole number from 1"),
     ],
 )
-def test_a_file_that_breaks_a_rule_is_one_line(name, line, message, ask, tmp_path, monkeypatch, capsys):
+def test_a_file_that_breaks_a_rule_is_one_line(name, line, message, ask, tmp_path, capsys):
     ask("gpt2_small_cpu", EVEN, 32)
     with (tmp_path / "run" / name).open("w" if name == "settings.json" else "a") as file:
         file.write(line + "\n")
-    assert exit_code(cli.main) == 2
+    assert exit_code(lambda: cli.main(["advise", "run"])) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
@@ -181,10 +179,9 @@ def test_it_says_when_it_does_not_know(ask, tmp_path, noise, number, words):
         ("run --write_recipe mine", "must end in .yaml"),
     ],
 )
-def test_bad_usage(ask, monkeypatch, capsys, words, message):
+def test_bad_usage(ask, capsys, words, message):
     ask("gpt2_small_cpu", EVEN, 32)
-    monkeypatch.setattr(sys, "argv", ["recipes", "advise", *words.split()])
-    assert exit_code(cli.main) == 2
+    assert exit_code(lambda: cli.main(["advise", *words.split()])) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1

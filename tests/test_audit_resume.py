@@ -63,20 +63,14 @@ def program(tmp_path):
     return str(file)
 
 
-@pytest.fixture
-def without_imports(server, monkeypatch):
-    """Let the command run programs on a server that has imported torch."""
-    monkeypatch.setattr(script, "record", server.record)
-
-
 @pytest.mark.parametrize(
     ("fault", "vary", "cause"),
     [("", VARY, None), ("order", VARY[:2], "resume_samples"), ("optimizer", VARY[:2], "resume_state")],
 )
-@pytest.mark.usefixtures("without_imports")
-def test_a_program_that_is_killed_and_resumed(program, capsys, fault, vary, cause):
+def test_a_program_that_is_killed_and_resumed(program, server, capsys, fault, vary, cause):
     """Under the same layout and another one: the same samples, gradients and updates as undisturbed."""
-    code = audit_script([*vary, *RESUME, "--json", "--", program, "--output_dir", "{folder}", "--fault", fault])
+    words = [*vary, *RESUME, "--json", "--", program, "--output_dir", "{folder}", "--fault", fault]
+    code = audit_script(words, run_program=server.record)
     answer = json.loads(capsys.readouterr().out)
     comparisons = answer["comparisons"]
     assert len(comparisons) == len(vary) // 2

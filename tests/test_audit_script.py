@@ -16,7 +16,6 @@ from cases import thorough
 from common import ROOT, fresh_accelerator
 from waiting import PATIENCE
 
-from stepaudit import script
 from stepaudit.errors import UsageError
 from stepaudit.interview import honours_num_items
 from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, compare, find_faults
@@ -46,7 +45,7 @@ THOROUGH = set(
     sound/experts_without_work
     """.split()
 )
-"""Programs of a cause, or of a library, that others are of, too; `make bench-verdicts` takes all programs in all layouts."""
+"""Programs of a cause, or of a library, that others are of, too; `make bench NAME=verdicts` takes all in all layouts."""
 
 
 def program(name: str):
@@ -80,7 +79,7 @@ def run(monkeypatch):
     "program", [thorough(program) if str(program) in THOROUGH else program for program in PROGRAMS], ids=str
 )
 def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
-    """The last layout with each cause, of faults on one process and on several; `make bench-verdicts` takes all layouts."""
+    """The last layout with each cause, of faults on one process and on several; `make bench NAME=verdicts` takes all."""
     layouts = {
         (layout[2] > 1 and cause != corpus.EXACT, cause): layout for layout, cause in program.expected.items()
     }.values()
@@ -387,20 +386,19 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     assert lines[5] == "NOT exact (tolerance 1e-05)"
 
 
-def test_the_command_for_machines(monkeypatch, capsys, run):
+def test_the_command_for_machines(capsys, run):
     """And 0 for what is exact."""
-    monkeypatch.setattr(script, "record", lambda program, v, *_: run("groupnorm", *map(int, v.flags.values())))
-    assert audit_script([*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]) == 0
+    words = [*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]
+    assert audit_script(words, run_program=lambda _, v, *__: run("groupnorm", *map(int, v.flags.values()))) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["is_exact"] is answer["comparisons"][0]["is_exact"] is True
     assert (answer["tolerance"], answer["findings"], answer["comparisons"][0]["findings"]) == (1e-9, [], [])
 
 
-def test_json_has_null_where_a_step_is_not_compared(monkeypatch, capsys, run):
-    monkeypatch.setattr(
-        script, "record", lambda program, v, *_: run("shuffles_per_layout", *map(int, v.flags.values()))
-    )
-    assert audit_script([*VARY, "--json", "--", str(program("shuffles_per_layout"))]) == 1
+def test_json_has_null_where_a_step_is_not_compared(capsys, run):
+    name = "shuffles_per_layout"
+    words = [*VARY, "--json", "--", str(program(name))]
+    assert audit_script(words, run_program=lambda _, v, *__: run(name, *map(int, v.flags.values()))) == 1
     text = capsys.readouterr().out
     assert "NaN" not in text
     assert json.loads(text)["comparisons"][0]["errors"] == [None] * 5

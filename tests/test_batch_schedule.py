@@ -18,9 +18,6 @@ from samestep.cut.spans import Spans
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load
 from samestep.recipe.step_plan import plan_steps
-from stepplan.hardware import parse as parse_hardware
-from stepplan.placement import place
-from stepplan.workload import from_recipe
 
 
 def small(schedule: str | None, batch: int = 64, **changes):
@@ -232,6 +229,10 @@ def test_the_learning_rate_of_one_size_is_that_of_steps():
 
 
 def test_the_plan_knows_its_steps_and_hours():
+    from stepplan.hardware import parse as parse_hardware
+    from stepplan.placement import place
+    from stepplan.workload import from_recipe
+
     constant, growing = (
         from_recipe(small(schedule, batch, **changes))
         for schedule, batch, changes in (

@@ -1,4 +1,4 @@
-"""benchmarks/run.py and chats.py: the arithmetic of stamps and turns, what is written, and one step of peers."""
+"""benchmarks/bench.py and chats.py: the arithmetic of stamps and turns, what is written, and one step of peers."""
 
 import doctest
 import importlib
@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_argv
+from common import ROOT, TINIES, fresh_accelerator, load_script, model_of, task_of, tiny_argv
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.cut.order import Order
@@ -33,7 +33,7 @@ def module(monkeypatch):
 
 @pytest.fixture
 def bench(module):
-    return module("run")
+    return module("bench")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,14 +73,13 @@ def test_running_time_is_the_time_of_its_turns(bench, module):
     assert bench.step_seconds(stamps, turns) == 3  # of 3, 2 + 1, 4
 
 
-def test_time_to_the_loss_that_all_reached(bench, monkeypatch):
-    monkeypatch.setattr(bench, "WINDOW", 2)
+def test_time_to_the_loss_that_all_reached(bench):
     stamps = {
         "ours": [bench.Stamp(time, 1, loss) for time, loss in enumerate([9, 5, 3, 1, 1])],
         "slow": [bench.Stamp(10 + 2 * time, 1, loss) for time, loss in enumerate([9, 5, 3])],
     }
     turns = {"ours": [(0, 2), (7, 9)], "slow": [(10, 20)]}
-    times = bench.times_to_loss(stamps, turns)
+    times = bench.times_to_loss(stamps, turns, window=2)
     assert times["loss"] == 4
     assert times["programs"] == {
         "ours": {"seconds": 2, "training": 2, "steps": 3},
@@ -99,7 +98,7 @@ def row(workload: str, precision: str, **more) -> dict:
     values = {"workload": workload, "precision": precision, "unit": "token", "data": data, "rates": rates}
     values["turn"] = dict.fromkeys(rates, 3.0)
     values |= {"memory": {"ours": 1.0, "Trainer": 2.346, "floor": 0.5}, "to_loss": None}
-    return values | {"command": "python benchmarks/run.py", "machine": "a machine"} | more
+    return values | {"command": "python benchmarks/bench.py", "machine": "a machine"} | more
 
 
 def test_the_tables(bench, tmp_path, real_figures):
@@ -116,7 +115,7 @@ def test_the_tables(bench, tmp_path, real_figures):
     assert "| classifier | bf16 | 7.500 | 61 (40; 33) | - | - |" in lines
     assert [line for line in lines if "sdpa, " in line] == ["| gpt2 | no | sdpa, oneDNN | at most 64 tokens at once |"]
     assert any(line.startswith("| gpt2 | 1,234 of 61 tokens in the mean, 10% of the greatest") for line in lines)
-    assert lines[-1] == "`python benchmarks/run.py`: a machine"
+    assert lines[-1] == "`python benchmarks/bench.py`: a machine"
     bench.draw(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -130,7 +129,7 @@ def test_a_line_through_micro_steps(module):
     assert max(errors, key=abs) == errors[1] > 0.03, "10 % too slow, most of it seen"
     rows = [{"precision": "no", "seconds": {1: [0.3, 0.2], 2: [0.5, 0.4]}, "memory": {1: 1.0, 2: 1.25}}]
     rows[0] |= {"a": 0.1, "b": 0.2, "off": {1: [0.01, 0.02], 2: [-0.02, -0.04]}}
-    text = linear.markdown({"rows": rows, "about": {"command": "make bench-linear"}})
+    text = linear.markdown({"rows": rows, "about": {"command": "make bench NAME=linear"}})
     assert "| no | 2 | 0.450 (0.400 to 0.500) | -3.0% (-4.0% to -2.0%) | 1.25 |" in text
     assert "no 0.1000 + 0.2000 k seconds" in text
 
@@ -172,21 +171,18 @@ def test_every_number_of_micro_steps_has_a_recipe(module, tmp_path):
 
 @pytest.mark.parametrize("program", TINIES)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, monkeypatch, program, precision):
+def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, after_forward, program, precision):
     loader, task, outputs = module("loader"), task_of(program), []
     recipe, _ = run.parse(tiny_argv(program, corpus, tmp_path, "--global_batch_size 4"), task, "")
-    network = loader.network
 
-    def watched(*arguments):
-        model = network(*arguments)
+    def watch(model, output, **_):
+        outputs.append(output[0])
         if hasattr(model, "bert"):
             assert model.bert.config._attn_implementation == "unpadded_eager", (
                 "others would see all samples of a micro-batch"
             )
-        model.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
-        return model
 
-    monkeypatch.setattr(loader, "network", watched)
+    after_forward(model_of(program), watch)
     row = loader.speed("a title", recipe, num_steps=1, rounds=2, precision=precision)
     assert len(outputs) == 3, "a warm-up and two rounds of one step in one micro-batch"
     assert all(len(sums) == len(recipe.loss_weights) and sums.isfinite().all() for sums in outputs)
@@ -311,7 +307,6 @@ def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
 def chat_folder(module, tmp_path, monkeypatch):
     """Write the data and the recipe of a workload of benchmarks/chats.py, with a tiny model."""
     chats = module("chats")
-    monkeypatch.setattr(chats, "NUM_CHATS", 24)
     shape = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
@@ -321,7 +316,7 @@ def chat_folder(module, tmp_path, monkeypatch):
     }
     tiny = chats.SHAPE | shape | {"global_batch_size": 4}
     monkeypatch.setitem(chats.WORKLOADS, "tiny", chats.Workload(tiny))
-    chats.write_data(tmp_path)
+    chats.write_data(tmp_path, 24)
     return chats.harness.write_recipe(tmp_path / "tiny", chats.WORKLOADS["tiny"].values)
 
 

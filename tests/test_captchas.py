@@ -13,7 +13,6 @@ import types
 from pathlib import Path
 
 import captcha.image
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -43,9 +42,9 @@ def make(**changes) -> CaptchaRecognition:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, use_cache) -> Path:
     """Make an empty cache for each test; the folder of the captchas."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    use_cache(tmp_path / "cache")
     return tmp_path / "cache" / "captchas"
 
 

@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from cases import keep
 from chat_bases import make_tokenizer, save_base, write_chats
 from transformers import AutoModelForCausalLM
 
-from samestep.contrib import chat as module
 from samestep.contrib.chat import INTERRUPTED, chat
 from samestep.errors import UsageError
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
@@ -53,7 +51,8 @@ def ask(capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
         code = chat([str(folder), *flags])
-        return code, capsys.readouterr().out.splitlines()
+        out, run.err = capsys.readouterr()
+        return code, out.splitlines()
 
     return run
 
@@ -66,13 +65,21 @@ def test_every_result_answers_and_stops(results, ask, place):
     assert ask(results / place, flags=("--once", "Say 2.")) == (0, ["cc"])
 
 
-def test_it_knows_what_was_said_before(results, ask, monkeypatch):
-    seen = []
-    encode = module._Talk._encode
-    monkeypatch.setattr(module._Talk, "_encode", lambda self: seen.append(list(self.turns)) or encode(self))
+def test_it_knows_what_was_said_before(results, ask, after_forward):
+    prompts = []
+
+    def note(model, outputs, input_ids, **_):
+        if input_ids.shape[1] > 1:  # the first of an answer
+            prompts.append(make_tokenizer().decode(input_ids[0]))
+
+    after_forward(transformers.LlamaForCausalLM, note)
     code, lines = ask(results / "whole", "Say 1.", "", "Say 3.", flags=("--system", "Answer."))
     assert (code, len(lines)) == (0, 2)
-    assert [turn["content"] for turn in seen[1]] == ["Say 1.", lines[0], "Say 3."]
+    said = [
+        f"{role}\n{text}<|im_end|>\n"
+        for role, text in (("user", "Say 1."), ("assistant", lines[0]), ("user", "Say 3."))
+    ]
+    assert "<|im_start|>".join(["", *said]) in prompts[1]
 
 
 def test_the_prompt_is_the_one_that_was_trained(results, ask, monkeypatch):
@@ -99,26 +106,21 @@ def test_answers_of_earlier_results_stop_by_their_template(results, ask):
     assert ask(results / "whole", flags=("--once", "Say 0.")) == (0, ["aa"])
 
 
-def test_the_first_turns_of_a_long_chat_are_left_out_and_it_is_said(results, capsys, monkeypatch):
+def test_the_first_turns_of_a_long_chat_are_left_out_and_it_is_said(results, ask):
     """A model has 256 positions."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"Say {'x ' * 60}\n" for _ in range(4))))
-    assert chat([str(results / "whole"), "--max_new_tokens", "4"]) == 0
-    assert "its first turns are left out" in capsys.readouterr().err
+    assert ask(results / "whole", *[f"Say {'x ' * 60}"] * 4, flags=("--max_new_tokens", "4"))[0] == 0
+    assert "its first turns are left out" in ask.err
 
 
-def test_an_answer_can_be_stopped(results, ask, monkeypatch):
+def test_an_answer_can_be_stopped(results, ask, after_forward):
     """At the terminal the next question follows; an only answer ends the program."""
-    whole = transformers.LlamaForCausalLM.generate
     stops = iter([True, False, True])
 
-    def generate(self, tokens, streamer, **options):
-        if next(stops):
-            streamer.put(tokens)
-            streamer.put(torch.tensor([70]))
+    def stop(model, outputs, input_ids, **_):
+        if input_ids.shape[1] > 1 and next(stops):  # at the first token of an answer
             raise KeyboardInterrupt
-        return whole(self, tokens, streamer=streamer, **options)
 
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
+    after_forward(transformers.LlamaForCausalLM, stop)
     code, lines = ask(results / "whole", "Say 1.", "Say 2.")
     assert (code, lines[-1]) == (0, "cc")
     assert ask(results / "whole", flags=("--once", "Say 1."))[0] == INTERRUPTED

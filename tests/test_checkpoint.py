@@ -167,27 +167,6 @@ def test_only_the_newest_checkpoints_are_kept(train):
     assert not list(output_dir.glob(".checkpoint*"))
 
 
-@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
-def test_a_failed_save_leaves_the_earlier_checkpoint(train, monkeypatch, more):
-    output_dir = train("failing", "--global_batch_size 8 --stop_after_step 3")
-    contents = {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()}
-    original = checkpoint.safetensors.torch.save_file
-
-    def fail(tensors, path):
-        original(tensors, path)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", fail)
-    with pytest.raises(
-        RunError, match=r"checkpoint-5 could not be written to .* \(.*No space left.*\); the newest is checkpoint-3"
-    ):
-        train("failing", "--global_batch_size 8 --resume_from_checkpoint latest --stop_after_step 5" + more)
-    monkeypatch.undo()
-    assert not list(output_dir.glob(".checkpoint*"))
-    assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-3"]
-    assert {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()} == contents
-
-
 def test_wrong_checkpoints_are_refused_with_the_reason(train, corpus, tmp_path):
     flags = "--global_batch_size 8 --stop_after_step 2"
     stopped = train("stopped", flags)
@@ -927,6 +906,7 @@ def test_a_full_disk_does_not_end_training(train, capfd, more):
     """Files cannot grow: training goes to its end, the earlier checkpoint stays, and the exit code says it."""
     flags = "--global_batch_size 8 --checkpointing_steps 2"
     output_dir = train("run", flags + " --stop_after_step 2")
+    contents = {path.name: path.read_bytes() for path in (output_dir / "checkpoint-2").iterdir()}
     capfd.readouterr()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # bytes that a file can have
@@ -948,8 +928,8 @@ def test_a_full_disk_does_not_end_training(train, capfd, more):
     )
     assert "Traceback" not in errors
     assert [line["step"] for line in metrics(output_dir)] == list(range(1, 11))
-    assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-2"]
-    checkpoint.verify(output_dir / "checkpoint-2")
+    assert [path.name for path in output_dir.glob("*checkpoint-*")] == ["checkpoint-2"], "nothing half written is left"
+    assert {path.name: path.read_bytes() for path in (output_dir / "checkpoint-2").iterdir()} == contents
     train("run", flags + " --resume_from_checkpoint latest")
     assert untimed_metrics(output_dir) == untimed_metrics(train("whole", flags))
 

@@ -70,14 +70,7 @@ fsspec.register_implementation("flaky", Flaky, clobber=True)
 @pytest.fixture(autouse=True)
 def store_is_new(monkeypatch):
     Flaky.store.clear()
-    for name, value in {
-        "rng": random.Random(0),
-        "failures": 0.0,
-        "cuts": 0.0,
-        "writes": [],
-        "most_writes": None,
-    }.items():
-        monkeypatch.setattr(Flaky, name, value)
+    Flaky.rng, Flaky.failures, Flaky.cuts, Flaky.writes, Flaky.most_writes = random.Random(0), 0.0, 0.0, [], None
     monkeypatch.setattr(checkpoint_store, "LONGEST_WAIT", 0.001)
 
 
@@ -101,10 +94,10 @@ def names(url: str = "flaky://bucket/run") -> list[str]:
     return CheckpointStore(url).list_checkpoints()
 
 
-def test_an_empty_disk_goes_on_from_a_store_that_fails(train, tmp_path, monkeypatch):
+def test_an_empty_disk_goes_on_from_a_store_that_fails(train, tmp_path):
     """One request of ten fails, one file of ten arrives cut off: the run ends as one that was never interrupted."""
-    monkeypatch.setattr(Flaky, "failures", 0.1)
-    monkeypatch.setattr(Flaky, "cuts", 0.1)
+    Flaky.failures = 0.1
+    Flaky.cuts = 0.1
     whole = train("whole", FLAGS)
     more = " --checkpoint_store flaky://bucket/run --async_checkpointing --resume_from_checkpoint latest"
     run = train("run", FLAGS + more + " --stop_after_step 5")
@@ -122,7 +115,7 @@ def test_an_empty_disk_goes_on_from_a_store_that_fails(train, tmp_path, monkeypa
     assert names()[-1] == "checkpoint-10"
 
 
-def test_what_is_half_copied_is_no_checkpoint(folder, monkeypatch):
+def test_what_is_half_copied_is_no_checkpoint(folder):
     """Whatever write is the last before the connection goes for ever: the checkpoint before it is the newest."""
     store = CheckpointStore("flaky://bucket/run", patience=0.01)
     store.copy(folder(2))
@@ -130,19 +123,19 @@ def test_what_is_half_copied_is_no_checkpoint(folder, monkeypatch):
     assert Flaky.writes[-1].endswith("checkpoint-2/manifest.json")
     for place in range(1, writes + 1):
         Flaky.writes.clear()
-        monkeypatch.setattr(Flaky, "most_writes", place)
+        Flaky.most_writes = place
         with pytest.raises(OSError, match="503"):
             store.copy(later)
-        monkeypatch.setattr(Flaky, "most_writes", None)
+        Flaky.most_writes = None
         assert names() == ["checkpoint-2"], place
     assert Flaky.writes[-1].endswith("manifest.json"), "the last write of all"
     store.copy(later)
     assert names() == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_copy_with_other_bytes_is_made_again(folder, monkeypatch):
+def test_a_copy_with_other_bytes_is_made_again(folder):
     cuts = iter([1.0] * 2 + [0.0] * 1000)
-    monkeypatch.setattr(Flaky, "cuts", property(lambda self: next(cuts)))
+    Flaky.cuts = property(lambda self: next(cuts))
     store = CheckpointStore("flaky://bucket/run")
     store.copy(folder(2))
     assert Flaky.writes.count("/bucket/run/checkpoint-2/a.safetensors") == 3
@@ -152,8 +145,13 @@ def test_a_copy_with_other_bytes_is_made_again(folder, monkeypatch):
 def test_copies_are_made_in_the_background_and_none_is_deleted_on_the_way(folder, monkeypatch):
     """The newest that waits replaces one that waits; those that are needed are named."""
     gate, copied = threading.Event(), []
-    store = CheckpointStore("flaky://bucket/run")
-    monkeypatch.setattr(store, "copy", lambda path, lines: (gate.wait(PATIENCE), copied.append(path.name)))
+
+    class Gated(CheckpointStore):
+        def copy(self, path, lines):
+            gate.wait(PATIENCE)
+            copied.append(path.name)
+
+    store = Gated("flaky://bucket/run")
     store.add(folder(2))
     until(lambda: store.busy is not None, "copy in the background")
     store.add(folder(4))
@@ -167,7 +165,7 @@ def test_copies_are_made_in_the_background_and_none_is_deleted_on_the_way(folder
 
 def test_a_store_that_has_gone(folder, train, monkeypatch, capfd):
     store = CheckpointStore("flaky://bucket/run", patience=0.01)
-    monkeypatch.setattr(Flaky, "most_writes", 0)
+    Flaky.most_writes = 0
     store.add(folder(2))
     with pytest.raises(RunError, match=r"checkpoint-2 could not be copied to flaky://bucket/run \(503 Slow Down\)"):
         store.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT
+from common import ROOT, model_of
 from safetensors.numpy import save_file
 
 from samestep import cli
@@ -23,20 +23,19 @@ NAME = "encoder.layer.1.output.dense.weight"
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
+def ask(capsys):
     """Call `compare`: ask("words") -> exit code, output, errors."""
 
     def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["recipes", "compare", *map(str, words)])
         capsys.readouterr()  # what trainings printed
-        code = exit_code(cli.main)
+        code = exit_code(lambda: cli.main(["compare", *map(str, words)]))
         return code, *capsys.readouterr()
 
     return run
 
 
 @pytest.fixture
-def flip(monkeypatch, scripts):
+def flip(monkeypatch, after_forward):
     """Flip a bit of one element of one parameter's gradient: flip(7, before_digest=True).
 
     Before the digest the last bit. Behind it one that moments do not round away, and the norm does.
@@ -44,29 +43,26 @@ def flip(monkeypatch, scripts):
 
     def install(step: int, *, before_digest: bool) -> None:
         owner, name = (recovery.Attempt, "confirm_gradient") if before_digest else (accumulate, "clip")
-        original, calls, prepared = getattr(owner, name), [], []
-        run_class = scripts["pretrain_bert"].Run
-        prepare = run_class.prepare
+        original, calls, models = getattr(owner, name), [], []
 
-        def note(run, *arguments):
-            prepared[:] = [run]
-            return prepare(run, *arguments)
+        def note(model, outputs, **_):
+            models[:] = [model]
 
         def act(*arguments):
             calls.append(None)
             if len(calls) == step:
-                (gradient,) = [p.grad for n, p in prepared[0].bare_model.named_parameters() if n.endswith(NAME)]
+                (gradient,) = [p.grad for n, p in models[0].named_parameters() if n.endswith(NAME)]
                 bits = gradient.view(torch.int32).view(-1)
                 bits[int(gradient.abs().argmax())] ^= 1 if before_digest else 1 << 3
             return original(*arguments)
 
-        monkeypatch.setattr(run_class, "prepare", note)
+        after_forward(model_of("pretrain_bert"), note)
         monkeypatch.setattr(owner, name, act)
 
     return install
 
 
-def test_one_bit_of_one_gradient_is_found(train, flip, ask, tmp_path, monkeypatch):
+def test_one_bit_of_one_gradient_is_found(train, flip, ask, tmp_path):
     """At its step, in its tensor; with rare digests between which of them; without digests nothing is guessed."""
     a, b = train("a", FLAGS), train("b", FLAGS)
     assert ask(a, b)[:2] == (

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.cli import catalog
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data import chat_templates, conversation_page, conversations, doctest_chats, drawn_chats
+from samestep.data import chat_templates, conversation_page, doctest_chats, drawn_chats
 from samestep.data.conversations import build
 from samestep.data.steps import Steps
 from samestep.errors import UsageError, exit_code
@@ -681,8 +679,8 @@ def test_doctests_are_questions_whose_answers_python_prints():
     assert read[0].prompt == doctest_chats.QUESTION + ">>> a = 2\n>>> a + (\n...     3)"
 
 
-def test_drawn_chats_beside_doctests(monkeypatch, tmp_path):
-    monkeypatch.setattr(conversations.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_drawn_chats_beside_doctests(monkeypatch, use_cache, tmp_path):
+    use_cache(tmp_path)
     examples = doctest_chats.find_examples()[::4]
     monkeypatch.setattr(doctest_chats, "find_examples", lambda: examples)
     changes = {"dataset_name": ("builtin/drawn_chats", "builtin/doctests"), "mixture_weights": (1.0, 0.1)}
@@ -811,8 +809,8 @@ def test_drawn_chats(chats):
         build(recipe(dataset_name="builtin/drawn_chats"))
 
 
-def test_samples_do_not_depend_on_the_number_of_workers(chats, monkeypatch, tmp_path):
-    monkeypatch.setattr(conversations.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_samples_do_not_depend_on_the_number_of_workers(chats, use_cache, tmp_path):
+    use_cache(tmp_path)
     again = build(
         recipe(dataset_name="builtin/drawn_chats", num_train_samples=60, num_validation_samples=20, vocab_size=320),
         num_workers=2,
@@ -1022,12 +1020,12 @@ def test_samples_are_shown(make):
     assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
 
 
-def test_the_command_shows_data(monkeypatch, capsys):
-    drawn = recipe(dataset_name="builtin/drawn_pairs", num_train_samples=40, num_validation_samples=10, vocab_size=320)
-    drawn.task, drawn.objective, drawn.loss_weights = "causal_lm_finetuning", "dpo", {"preference": 1.0, "sft": 0.5}
-    monkeypatch.setattr(catalog, "read_recipe", lambda command, argv, cls: (drawn, cls(num_samples=2), None, {}))
-    monkeypatch.setattr(sys, "argv", ["recipes", "show-data", "mine"])
-    assert exit_code(cli.main) == 0
+def test_the_command_shows_data(capsys):
+    words = "show-data sft_small_cpu --objective dpo --dataset_name builtin/drawn_pairs --train_on completions"
+    words += (
+        " --num_samples 2 --num_train_samples 40 --num_validation_samples 10 --sft_loss_weight 0.5 --vocab_size 320"
+    )
+    assert exit_code(lambda: cli.main(words.split())) == 0
     out = capsys.readouterr().out
     assert (out.count("--- sample "), out.count("\nchosen: "), out.count("\nrejected: ")) == (2, 2, 2)
     assert out.count("<|im_end|>]]") == 4
@@ -1043,9 +1041,8 @@ def test_the_command_shows_data(monkeypatch, capsys):
         ("show-data bert_base --num_samples 0", "num_samples is 0, must be"),
     ],
 )
-def test_the_command_refuses(monkeypatch, capsys, words, message):
-    monkeypatch.setattr(sys, "argv", ["recipes", *words.split()])
-    assert exit_code(cli.main) == 2
+def test_the_command_refuses(capsys, words, message):
+    assert exit_code(lambda: cli.main(words.split())) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1

@@ -1,7 +1,6 @@
 """Arithmetic of benchmarks/device.py and benchmarks/scaling.py, the file that ships for a CPU, and plans for it."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from common import ROOT, load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep import cli as program
@@ -41,30 +41,30 @@ def test_a_fitted_latency_is_never_negative_and_errors_are_relative():
     assert timing.ring(2, 2**12, bandwidth, latency) == pytest.approx(1e-3, rel=0.01)
 
 
-def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
-    monkeypatch.setattr(device, "LARGE", {"cpu": 32})
-    monkeypatch.setattr(device, "USUAL", {"cpu": (24, 8)})
-    monkeypatch.setattr(device, "ELEMENTS", {"cpu": 1000})
+def test_rates_are_operations_and_bytes_over_seconds():
+    """Of the real sizes, which fake tensors compute in no time."""
     counted, seconds = [], iter([0.5, 0.25, 1.0, 1.25])
 
-    def median_seconds(call, _):
+    def measure(call, _):
         with FlopCounterMode(display=False) as counter:
             call()
         counted.append(counter.get_total_flops())
         return next(seconds)
 
-    monkeypatch.setattr(device, "median_seconds", median_seconds)
     assert device.flops(2, 3, 4) == 48
-    best, usual = device.product_rates(torch.float32, CPU)
-    assert counted[0] == 2 * 32**3
+    with FakeTensorMode():
+        best, usual = device.product_rates(torch.float32, CPU, measure)
+        rate = device.memory_rate(CPU, measure)
+    assert counted[0] == 2 * device.LARGE["cpu"] ** 3
     assert (best, usual) == (max(counted[0] / 0.5, counted[1] / 0.25), counted[1] / 0.25)
-    assert device.memory_rate(CPU) == max(2 * 4000 / 1.0, 3 * 4000 / 1.25)
+    num_bytes = 4 * device.ELEMENTS["cpu"]
+    assert rate == max(2 * num_bytes / 1.0, 3 * num_bytes / 1.25)
 
 
-def test_more_processes_than_cores_are_refused(monkeypatch):
-    monkeypatch.setattr(device, "num_cores", lambda: 4)
-    for processes in (0, 5):
-        with pytest.raises(UsageError, match=f"--processes is {processes}, must be 1 to 4"):
+def test_more_processes_than_cores_are_refused():
+    most = device.num_cores()
+    for processes in (0, most + 1):
+        with pytest.raises(UsageError, match=f"--processes is {processes}, must be 1 to {most}"):
             device.measure("cpu", processes)
 
 
@@ -124,9 +124,8 @@ def test_every_number_that_is_written_has_a_source(tmp_path):
 
 
 @pytest.mark.parametrize(("hardware", "file"), [("1xcpu", "cpu.yaml"), ("2xcpu", "2xcpu.yaml")])
-def test_a_plan_for_a_cpu(hardware, file, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_small_cpu", "--on", hardware, "--json"])
-    assert exit_code(program.main) == 0
+def test_a_plan_for_a_cpu(hardware, file, capsys):
+    assert exit_code(lambda: program.main(["plan", "bert_small_cpu", "--on", hardware, "--json"])) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["hardware"] == hardware
     precision = "no" if load_device("cpu").bf16_tflops is None else "bf16"
@@ -197,11 +196,9 @@ def test_communication_is_hidden_behind_the_last_backward_but_for_a_bucket():
     assert scaling.predict(1, 0, BANDWIDTH, NUM_PARAMETERS, 1, 1.0, False) == (0, 0)
 
 
-def test_a_machine_without_namespaces_says_why(monkeypatch):
-    monkeypatch.setattr(scaling, "NAMESPACE", ["sh", "-c", "echo not permitted >&2; exit 1"])
-    assert scaling.measure_throttled(1) == "not permitted"
-    monkeypatch.setattr(scaling, "NAMESPACE", ["there-is-no-such-program"])
-    assert "No such file" in scaling.measure_throttled(1)
+def test_a_machine_without_namespaces_says_why():
+    assert scaling.measure_throttled(1, ["sh", "-c", "echo not permitted >&2; exit 1"]) == "not permitted"
+    assert "No such file" in scaling.measure_throttled(1, ["there-is-no-such-program"])
     about = {"command": "c", "mbit": 1, "num_parameters": 1, "rounds": 1, "machine": "m", "python": "3", "versions": {}}
     links = {"loopback": scaling.compare(exact_seconds(), NUM_PARAMETERS), "throttled": "not permitted"}
     assert "Not measured: this machine makes no namespaces with throttled links (not permitted)" in scaling.markdown(

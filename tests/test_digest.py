@@ -119,15 +119,15 @@ def test_sharded_weights_are_refused(monkeypatch):
     assert find_refusal(digest_steps=5) is None
 
 
-def test_the_kind_of_machine(monkeypatch, tmp_path):
+def test_the_kind_of_machine(tmp_path):
     here = digest.machine_kind()
     assert f"torch {torch.__version__}" in here
     assert torch.backends.cpu.get_cpu_capability() in here
-    monkeypatch.setattr(digest, "CPUINFO", tmp_path / "cpuinfo")
-    kinds = {here, digest.machine_kind()}
+    file = tmp_path / "cpuinfo"
+    kinds = {here, digest.machine_kind(file)}
     for name, flags in (("Cpu 1", "sse avx"), ("Cpu 1", "avx sse"), ("Cpu 1", "avx2"), ("Cpu 2", "sse avx")):
         core = f"vendor_id\t: Maker\nmodel name\t: {name}\nflags\t\t: {flags}\n"
-        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}\n")
-        kinds.add(digest.machine_kind())
-        assert f"Maker {name}, " in digest.machine_kind()
+        file.write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}\n")
+        kinds.add(digest.machine_kind(file))
+        assert f"Maker {name}, " in digest.machine_kind(file)
     assert len(kinds) == 5, "the order of flags says nothing"

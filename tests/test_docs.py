@@ -4,7 +4,6 @@ import dataclasses
 import doctest
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import stepaudit as audit
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import TASKS
 from stepaudit.causes import KINDS, Finding
+from stepaudit.pytest_plugin import add_processes
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 TAGGER, LOOP, PACKING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
@@ -38,13 +38,13 @@ def test_the_example_of_packed_rows():
     exec(PACKING, {})
 
 
-def test_the_option_gives_processes_where_a_test_gives_none(assert_same_step, monkeypatch, request):
-    calls = []
-    monkeypatch.setattr(audit, "audit_step", lambda **kwargs: calls.append(kwargs) or SimpleNamespace(is_exact=True))
-    monkeypatch.setattr(request.config.option, "audit_processes", [1, 2])
-    for kwargs in ({}, {"cuts": []}, {"processes": (3,)}):
-        assert_same_step(**kwargs)
-    assert calls == [{"processes": [1, 2]}, {"cuts": []}, {"processes": (3,)}]
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, {"processes": [1, 2]}), ({"cuts": []}, {"cuts": []}), ({"processes": (3,)}, {"processes": (3,)})],
+)
+def test_the_option_gives_processes_where_a_test_gives_none(given, expected):
+    assert add_processes(given, [1, 2]) == expected
+    assert add_processes(given, None) == given
 
 
 def test_every_cause_is_explained():

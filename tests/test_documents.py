@@ -25,9 +25,9 @@ TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Use a cache of the test's own: `datasets` reads its environment at import, but its config at every use."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def cache(tmp_path, monkeypatch, use_cache):
+    """Use a cache of the test's own."""
+    use_cache(tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
 
 
@@ -122,13 +122,13 @@ def test_order_is_that_of_the_patterns_then_of_the_paths(tmp_path, monkeypatch):
     assert load_documents(train_file="a.jsonl", dataset_name=None)["text"][:] == ["a.jsonl"]
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path):
+def test_the_number_of_processes_changes_nothing(tmp_path, use_cache):
     files = [write(tmp_path / f"{name}.txt", [f"{name} {i}" for i in range(20)]) for name in "dacb"]
     several = load(*files, num_proc=2)
     assert len(several.cache_files) == 2  # one from each process
     once = several["text"][:]
     assert once == [f"{name} {i}" for name in "dacb" for i in range(20)]
-    datasets.config.HF_DATASETS_CACHE = tmp_path / "other"
+    use_cache(tmp_path / "other")
     alone = load(*files)
     assert alone["text"][:] == once
     assert alone._fingerprint == several._fingerprint

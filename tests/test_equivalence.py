@@ -281,25 +281,22 @@ def test_weights_of_the_terms(train):
 
 
 @pytest.mark.parametrize("program", TINIES)
-def test_under_float64_the_weights_of_the_loss_are_float64(program, train, monkeypatch):
+def test_under_float64_the_weights_of_the_loss_are_float64(program, train, monkeypatch, after_forward):
     """0.7 and 1.9 are no numbers of float32, which would be 1.7e-8 off."""
     names, given = load(TINIES[program][1]).loss_weights, [0.7, 1.9]
     kind = TASKS[task_of(program)]
     monkeypatch.setattr(kind, "loss_weights", property(lambda self: dict(zip(names, given, strict=False))))
-    model_class = kind.parts.find("model")
-    seen, totals, forward, count = [], [], model_class.forward, accumulate.total_counts
+    seen, totals, count = [], [], accumulate.total_counts
 
-    def watched(self, **micro_batch):
-        sums, correct = forward(self, **micro_batch)
-        if totals and sums.requires_grad:
-            sums.register_hook(lambda gradient: seen.append((totals[-1].tolist(), gradient.tolist())))
-        return sums, correct
+    def watch(model, outputs, **micro_batch):
+        if totals and outputs[0].requires_grad:
+            outputs[0].register_hook(lambda gradient: seen.append((totals[-1].tolist(), gradient.tolist())))
 
     def noted(accelerator, counts):
         totals.append(count(accelerator, counts))
         return totals[-1]
 
-    monkeypatch.setattr(model_class, "forward", watched)
+    after_forward(kind.parts.find("model"), watch)
     monkeypatch.setattr(accumulate, "total_counts", noted)
     train("run", "--dtype float64 --stop_after_step 1 --global_batch_size 4", program=program)
     assert len(seen) == 1

@@ -94,22 +94,20 @@ def test_folders_are_those_of_the_libraries(monkeypatch, environment, default):
 
 
 @pytest.mark.parametrize("place", ["below a file", "in no file system"])
-def test_a_cache_that_cannot_be(tmp_path, monkeypatch, capsys, place):
+def test_a_cache_that_cannot_be(tmp_path, use_cache, capsys, place):
     """Real errors of `datasets`, at its first folder."""
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "cache") if place == "below a file" else "/proc/nothing/cache"
-    monkeypatch.setenv("HF_DATASETS_CACHE", folder)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    use_cache(folder)
     assert exit_code(lambda: len(documents.cache_rows(rows, documents.FEATURES, key="x"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ERROR: ")
     assert line.endswith(", or set HF_DATASETS_CACHE to another folder")
 
 
-def test_a_file_that_may_not_grow(tmp_path, monkeypatch):
+def test_a_file_that_may_not_grow(tmp_path, use_cache):
     """The limit of a process stands for a disk that is full: both fail in the middle of a file, without its name."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    use_cache(tmp_path / "cache")
     read, write = os.pipe()
     if not (pid := os.fork()):
         code = 70

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from common import fresh_accelerator
+from hooks import Watch
 from run_own_loop import POINTS, Stream, squares, stack
 from small_models import tiny_tokenizer
 from torch import nn
@@ -112,8 +113,8 @@ def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monk
     assert batches(num_steps=6, num_workers=1) == whole
     assert batches(num_steps=6, seed=1) != whole
     steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **settings)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
-    (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().micro_batches, steps._steps[0].micro_batches
+    with Watch(torch.Tensor.pin_memory, lambda _, tensor, *__: tensor + 1):
+        (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().micro_batches, steps._steps[0].micro_batches
     assert torch.equal(pinned["batch"]["points"][1], plain["batch"]["points"][1] + 1)
 
 

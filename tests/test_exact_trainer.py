@@ -191,14 +191,12 @@ def test_other_values_that_are_refused(tmp_path):
     assert len(problem(dataloader_drop_last=True, auto_find_batch_size=True)) == 2
 
 
-def test_a_setting_of_a_newer_transformers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_settings, "NO_EFFECT", {})
-    monkeypatch.setattr(trainer_settings, "HANDLED", {})
-    problems = trainer_settings.find_setting_problems(make_arguments(tmp_path, warmup_steps=3))
+def test_a_setting_of_a_newer_transformers_is_refused(tmp_path):
+    """But where it has its default."""
+    arguments = make_arguments(tmp_path, warmup_steps=3)
+    problems = trainer_settings.find_setting_problems(arguments, trainer_settings.REFUSED)
     assert any(line.startswith("warmup_steps is 3, a setting that ExactTrainer does not know") for line in problems)
-    assert not any(
-        line.startswith(("eval_delay", "include_for_metrics")) for line in problems
-    )  # they have their defaults
+    assert not any(line.startswith(("eval_delay", "include_for_metrics")) for line in problems)
 
 
 TRIED = {

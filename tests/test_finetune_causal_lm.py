@@ -95,7 +95,7 @@ def test_every_cut_in_space_is_the_same_step(reference, train_on):
 
 @pytest.mark.parametrize("case", [("qwen3", "lora", "sft by sample"), ("gemma3", "full", "dpo + sft")])
 def test_a_corner_of_the_grid(case):
-    """Three processes, a last step of two samples, dropout by sample; `make bench-chat-grid` measures all of it."""
+    """Three processes, a last step of two samples, dropout by sample; `make bench NAME=chat_grid` measures all of it."""
     grid = load_benchmark("chat_grid")
     row = grid.measure_cells(*case, "float64", [(3, 2, False)])
     assert max(row[name] for name in ("loss", "grad_norm", "parameters")) < 1e-12
@@ -125,15 +125,14 @@ def test_sharded_weights_take_the_same_steps(finetune, reference, train_on):
     assert answers[0] == answers[1]
 
 
-def test_the_mean_of_means_fails_the_same_check(finetune, reference, monkeypatch):
+def test_the_mean_of_means_fails_the_same_check(finetune, reference, after_forward):
     """The control: tokens weighed by their own micro-batch, as loops of others do."""
-    forward = CausalLmSums.forward
 
-    def mean(self, **batch):
-        sums, correct = forward(self, **batch)
-        return sums / max(1, len(batch["labels"])) * (600 / 4 if self.training else 1), correct
+    def mean(model, outputs, labels, **batch):
+        sums, correct = outputs
+        return sums / max(1, len(labels)) * (600 / 4 if model.training else 1), correct
 
-    monkeypatch.setattr(CausalLmSums, "forward", mean)
+    after_forward(CausalLmSums, mean)
     cut = finetune("cut", flags(10, 3, "float64"))
     assert relative(parameters(cut), parameters(reference("llama", "float64"))) > 1e-3
 

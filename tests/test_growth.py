@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 
 import pytest
 from common import PLANNED
@@ -17,9 +16,8 @@ from stepplan.hardware import device_names, load_device
 from stepplan.workload import from_recipe
 
 
-def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
-    code = exit_code(program.main)
+def run(capsys, line: str) -> tuple[int, str, str]:
+    code = exit_code(lambda: program.main(line.split()))
     return code, *capsys.readouterr()
 
 
@@ -64,8 +62,8 @@ def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     assert all(value > 0 for value in efficiencies)  # above 1 where one device must cut into the smallest micro-batches
 
 
-def test_the_command(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "scale bert_base --on t4 --up_to 16")
+def test_the_command(capsys):
+    code, out, _ = run(capsys, "scale bert_base --on t4 --up_to 16")
     lines = out.splitlines()
     assert code == 0
     assert [line.split()[0] for line in lines[2:7]] == ["1", "2", "4", "8", "16"]
@@ -73,7 +71,7 @@ def test_the_command(monkeypatch, capsys):
     assert lines[-1].startswith(
         "- with this batch, waiting for communication takes more than 10 % of a step from 8 devices on"
     )
-    answer = json.loads(run(monkeypatch, capsys, "scale bert_base --on t4 --up_to 4 --global_batch_size 2 --json")[1])
+    answer = json.loads(run(capsys, "scale bert_base --on t4 --up_to 4 --global_batch_size 2 --json")[1])
     assert [row["strong"] is None for row in answer["rows"]] == [False, False, True]
     assert answer["rows"][1]["weak"]["global_batch_size"] == 4
     assert answer["remarks"][-1] == "more than 2 devices do not help: the step has 2 samples"
@@ -90,7 +88,7 @@ def test_the_command(monkeypatch, capsys):
         ("scale gpt2_xl_8xa100 --on t4 --up_to 2", "does not fit up to 2 x t4: take larger devices, or raise --up_to"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, line, message):
-    code, _, err = run(monkeypatch, capsys, line)
+def test_mistakes(capsys, line, message):
+    code, _, err = run(capsys, line)
     assert code == 2
     assert message in err

@@ -18,7 +18,6 @@ from samestep.recipe.catalog import load
 
 harness = load_benchmark("harness")
 RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
-FILES = {"bench": "run"}  # results -> program, where they have two names
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
@@ -40,7 +39,7 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def programs():
-    return {name: load_benchmark(FILES.get(name, name)) for name in RESULTS}
+    return {name: load_benchmark(name) for name in RESULTS}
 
 
 def read_results(name: str) -> dict:
@@ -218,7 +217,7 @@ def test_programs_run_only_in_their_turns(tmp_path, monkeypatch):
             raise subprocess.TimeoutExpired("", seconds)
 
     for program in programs:
-        monkeypatch.setattr(program.process, "wait", partial(wait, program))
+        program.process.wait = partial(wait, program)
     harness.run_in_turns(programs, 10**4)
     assert seen[:4] == programs * 2
     for program in programs:

@@ -38,7 +38,7 @@ class Looks(TorchDispatchMode):
 def looks(monkeypatch):
     """Collect the names of operators inside steps that make the host wait."""
     enter, leave, modes = Attempt.__enter__, Attempt.__exit__, []
-    monkeypatch.setattr(Looks, "operators", [])
+    Looks.operators.clear()
     monkeypatch.setattr(accumulate, "_cpu_gradients", lambda *_: [])
 
     def entering(attempt):
@@ -63,13 +63,10 @@ def test_a_step_never_waits_for_the_device(train, looks, case):
     assert not looks
 
 
-def test_that_it_would_be_noticed(train, looks, monkeypatch):
-    forward = model_of("pretrain_bert").forward
+def test_that_it_would_be_noticed(train, looks, after_forward):
+    def look(model, outputs, first_index, **micro_batch):
+        assert first_index.sum() >= 0
 
-    def looking(self, **micro_batch):
-        assert micro_batch["first_index"].sum() >= 0
-        return forward(self, **micro_batch)
-
-    monkeypatch.setattr(model_of("pretrain_bert"), "forward", looking)
+    after_forward(model_of("pretrain_bert"), look)
     train("run", "--global_batch_size 8 --max_train_steps 1")
     assert "aten._local_scalar_dense.default" in looks

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from common import fresh_accelerator
+from hooks import Watch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -280,8 +281,8 @@ def test_what_nodes_remember():
 
 
 def test_pinning_reaches_what_is_nested(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
-    nested = torch_autograd.pin_memory([{"a": torch.zeros(1), "b": None, "c": (torch.zeros(1), "text")}])
+    with Watch(torch.Tensor.pin_memory, lambda _, tensor, *__: tensor + 1):
+        nested = torch_autograd.pin_memory([{"a": torch.zeros(1), "b": None, "c": (torch.zeros(1), "text")}])
     assert nested[0]["a"] == nested[0]["c"][0] == 1
     assert (nested[0]["b"], nested[0]["c"][1]) == (None, "text")
 
@@ -629,10 +630,13 @@ def test_layers_of_any_number_of_dimensions():
 
 
 def test_a_class_says_whether_it_has_torchs_kernel_of_attention(monkeypatch):
-    model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))
-    assert transformers_models.supports_sdpa(model)
-    monkeypatch.setattr(GPT2Model, "_supports_sdpa", False)
-    assert not transformers_models.supports_sdpa(model)
+    class Without(GPT2Model):
+        _supports_sdpa = False
+
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)
+    eager = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, attn_implementation="eager")
+    assert transformers_models.supports_sdpa(GPT2Model(config))
+    assert not transformers_models.supports_sdpa(Without(eager))
 
 
 # ------------------------------------------------------------------------------------------------------------- torchft

@@ -51,10 +51,11 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.seconds, self.factor = 0.0, 2.0
+        self.seconds, self.factor, self.num_calls = 0.0, 2.0, 0
 
     def forward(self, x):
         kernels.time.now += self.seconds
+        self.num_calls += 1
         if self.factor is None:
             raise NotImplementedError("no such kernel")
         return self.drop(self.norm(self.layer(x))).square().sum()[None] * self.factor, None
@@ -76,7 +77,7 @@ class Source:
         return {"x": torch.stack([sample.row for sample in samples]), "counts": torch.tensor([len(samples)])}
 
 
-def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str = "auto") -> None:
+def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str = "auto", source=None) -> None:
     """Choose among ways: name -> seconds, factor."""
     fresh_accelerator()
 
@@ -86,7 +87,7 @@ def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str
     candidates = {name: (lambda values=values: take(*values)) for name, values in ways.items()}
     settings = SimpleNamespace(speed=speed, dtype="float32")
     accelerator = launch.create_accelerator("no")
-    kernels.choose_kernel(accelerator, load("bert_small_cpu"), settings, model, Source(), candidates)
+    kernels.choose_kernel(accelerator, load("bert_small_cpu"), settings, model, source or Source(), candidates)
 
 
 def test_the_fastest_is_taken_and_remembered(capsys, monkeypatch):
@@ -95,9 +96,9 @@ def test_the_fastest_is_taken_and_remembered(capsys, monkeypatch):
     assert (model.seconds, "kernels: fast (--speed auto)" in capsys.readouterr().out) == (0.0, True)
     (values,) = json.loads(capacity.FILE.read_text()).values()
     assert values["way"] == "fast"
-    monkeypatch.setattr(kernels, "measure", None)  # cannot be called
+    num_calls = model.num_calls
     choose(model, {"slow": (0.004, 2.0), "fast": (0.001, 2.0)})
-    assert model.seconds == 0.001
+    assert (model.seconds, model.num_calls) == (0.001, num_calls)
     choose(model, {"slow": (0.004, 2.0), "fast": (0.0, 2.0)}, speed="safe")
     assert model.seconds == 0.004
     assert "kernels: slow (--speed safe)" in capsys.readouterr().out
@@ -141,10 +142,9 @@ def test_memory_that_runs_out_leaves_the_first_way_to_the_trial_of_sizes(moment)
 
 
 def test_the_only_way_is_not_measured(capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "measure", None)
     model = Model()
     choose(model, {"only": (0.001, 2.0)})
-    assert model.seconds == 0.001
+    assert (model.seconds, model.num_calls) == (0.001, 0)
     assert capsys.readouterr().out == ""
 
 
@@ -201,18 +201,20 @@ def test_what_takes_too_long_is_not_compared():
 @pytest.mark.parametrize(("seconds", "compared"), [(0.0, {kernels.SAMPLES}), (0.1, {2}), (0.0225, {5}), (9.0, {2})])
 def test_samples_are_as_many_as_there_is_time_for(monkeypatch, clock, seconds, compared):
     """Of two ways in four rounds; a sample takes so long, and ten times as long at first."""
-    sizes, model = [], Model()
+    sizes = []
     monkeypatch.setattr(kernels, "SECONDS", 1.0)
-    monkeypatch.setattr(Source, "collate", lambda self, samples: {"x": torch.ones(len(samples), 4), "counts": None})
-    forward = Model.forward
 
-    def timed(self, x):
-        clock.now += seconds * (1 if sizes else 10)
-        sizes.append(len(x))
-        return forward(self, x)
+    class Timed(Model):
+        def forward(self, x):
+            clock.now += seconds * (1 if sizes else 10)
+            sizes.append(len(x))
+            return super().forward(x)
 
-    monkeypatch.setattr(Model, "forward", timed)
-    choose(model, {"one": (0.0, 2.0), "other": (0.0, 2.0)})
+    class Ones(Source):
+        def collate(self, samples):
+            return {"x": torch.ones(len(samples), 4), "counts": None}
+
+    choose(Timed(), {"one": (0.0, 2.0), "other": (0.0, 2.0)}, source=Ones())
     assert sizes[:2] == [1, 1]
     assert set(sizes[2:]) == compared
 

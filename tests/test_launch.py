@@ -19,6 +19,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from common import launch_environment, task_of
+from forks import call_in_fork
 from ports import hold_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -26,9 +27,6 @@ from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError, exit_code
 from samestep.recipe.catalog import load
 from samestep.training import launch
-from stepplan.hardware import parse
-from stepplan.placement import place
-from stepplan.workload import from_recipe
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -440,6 +438,10 @@ def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
     ],
 )
 def test_what_is_planned_is_no_launch_that_is_refused(bare, tmp_path, recipe, hardware, options):
+    from stepplan.hardware import parse
+    from stepplan.placement import place
+    from stepplan.workload import from_recipe
+
     placement = place(from_recipe(load(recipe)), parse(hardware), **options)
     config = placement.config() if callable(placement.config) else placement.config
     (tmp_path / "written.yaml").write_text(config)
@@ -492,19 +494,18 @@ def test_a_start_does_not_wait_for_what_few_runs_need(started):
     assert started[1]["modules"] == ["peft"]
 
 
-def test_the_launchers_report_of_a_mistake_has_its_line(monkeypatch, tmp_path, capsys):
+def test_the_launchers_report_of_a_mistake_has_its_line(monkeypatch, tmp_path):
     """Torchrun prints a traceback and a report whatever a process says; with it the last thing to be read is the mistake."""
-    file, codes = tmp_path / "error.json", []
+    file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(os, "_exit", codes.append)
 
     def fail() -> None:
         raise UsageError(["one is 1: set it to 2", "two"])
 
-    exit_code(fail)
-    lines = capsys.readouterr().err.strip()
+    code, said = call_in_fork(lambda: exit_code(fail))
+    lines = said.strip()
     assert lines.splitlines() == ["ERROR: one is 1: set it to 2", "ERROR: two"]
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=codes[0], error_file=str(file))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(file))
     assert (failure.message, failure.exitcode) == (lines, 2)
     assert lines in ChildFailedError("train.py", {0: failure}).format_msg()

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sys
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -18,44 +17,44 @@ from samestep.cli.commands import COMMANDS
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.settings import program_name
 from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
-from stepplan.cli.model import ModelSettings
-from stepplan.cli.plan import PlanSettings
-from stepplan.cli.scale import ScaleSettings
 
 MODEL = "plan --model_name_or_path CONFIG --seq_len 128 --global_batch_size 16"
 
 
-def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
-    code = exit_code(program.main)
-    return code, *capsys.readouterr()
+def run(capsys, line: str) -> tuple[int, str, str]:
+    """Answer a command line; in what is printed, this program is called recipes."""
+    code = exit_code(lambda: program.main(line.split()))
+    return code, *(text.replace(f"{program_name()} ", "recipes ") for text in capsys.readouterr())
 
 
-def test_list(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "list")
+def test_list(capsys):
+    code, out, _ = run(capsys, "list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == catalog_names()
-    code, out, _ = run(monkeypatch, capsys, "list bert Wikipedia")
+    code, out, _ = run(capsys, "list bert Wikipedia")
     names = [line.split()[0] for line in out.splitlines()]
     assert (code, "bert_base" in names, "bert_small_cpu" in names) == (0, True, False)
-    assert run(monkeypatch, capsys, "list nothing like it")[0] == 2
+    assert run(capsys, "list nothing like it")[0] == 2
 
 
-def test_plan(monkeypatch, capsys):
+@pytest.mark.rooms
+def test_plan(capsys):
     line = "plan bert_base --num_processes 3 --per_device_train_batch_size 43 --global_batch_size 512 --json"
-    code, out, _ = run(monkeypatch, capsys, line)
+    code, out, _ = run(capsys, line)
     answer = json.loads(out)
     assert (code, answer["shares"], answer["gradient_accumulation_steps"]) == (0, [171, 171, 170], 4)
     assert answer["learning_rate"] == pytest.approx(1e-4 * 2**0.5)
-    code, out, _ = run(monkeypatch, capsys, "plan bert_large_3090 --per_device_train_batch_size 8")
+    code, out, _ = run(capsys, "plan bert_large_3090 --per_device_train_batch_size 8")
     assert (code, "4 micro-batches of at most 8" in out) == (0, True)
     assert "336,226,108 parameters; with gradients and moments 5.380 GB (5.010 GiB) in float32" in in_one_line(out)
 
 
-def test_plan_of_memory(monkeypatch, capsys):
+@pytest.mark.rooms
+def test_plan_of_memory(capsys):
     line = "plan gpt2_xl_8xa100 --num_processes 8 --per_device_train_batch_size 4"
-    code, out, _ = run(monkeypatch, capsys, line)
+    code, out, _ = run(capsys, line)
     assert code == 0
     assert "1,557,611,200 parameters" in out
     assert "10.28 GFLOP per token" in out
@@ -64,21 +63,22 @@ def test_plan_of_memory(monkeypatch, capsys):
     assert out.endswith("(mixed_precision bf16)\n")
     totals = []
     for flags in ("", " --mixed_precision no", " --gradient_checkpointing", " --sharded"):
-        answer = json.loads(run(monkeypatch, capsys, f"{line} --json{flags}")[1])
+        answer = json.loads(run(capsys, f"{line} --json{flags}")[1])
         items = answer["memory"]
         totals.append(items.pop("total"))
         assert totals[-1] == sum(items.values())
     assert answer["tokens_per_step"] * answer["flops_per_token"] == 512 * answer["flops_per_sample"]
     assert (answer["num_parameters"], answer["mixed_precision"], answer["sharded"]) == (1_557_611_200, "bf16", True)
     assert [round(total / 1e9, 1) for total in totals] == [40.4, 46.0, 30.4, 15.7]
-    _, out, _ = run(monkeypatch, capsys, f"{line} --sharded --gradient_checkpointing true --mixed_precision no")
+    _, out, _ = run(capsys, f"{line} --sharded --gradient_checkpointing true --mixed_precision no")
     assert in_one_line(out).endswith("(mixed_precision no, gradient_checkpointing, sharded)")
-    code, _, err = run(monkeypatch, capsys, f"{line} --sharded --mixed_precision fp16")
+    code, _, err = run(capsys, f"{line} --sharded --mixed_precision fp16")
     assert code == 2
     assert "loss scale is not supported with FSDP: set it to bf16 or no" in err
-    assert "MB (1e6 bytes) per process" in run(monkeypatch, capsys, "plan bert_small_cpu")[1]
+    assert "MB (1e6 bytes) per process" in run(capsys, "plan bert_small_cpu")[1]
 
 
+@pytest.mark.rooms
 def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     """BERT-Base fine-tuned on MNLI with batches of 16 in 4 micro-batches, at 3e-4."""
     config = tmp_path / "mnli"
@@ -86,7 +86,7 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     line = (
         MODEL.replace("CONFIG", str(config)) + " --learning_rate 3e-4 --num_train_samples 392702 --num_train_epochs 10"
     )
-    code, out, _ = run(monkeypatch, capsys, f"{line} --on 1x3090 --per_device_train_batch_size 4 --json")
+    code, out, _ = run(capsys, f"{line} --on 1x3090 --per_device_train_batch_size 4 --json")
     answer = json.loads(out)
     assert code == 0
     assert (answer["global_batch_size"], answer["gradient_accumulation_steps"], answer["learning_rate"]) == (
@@ -96,25 +96,22 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     )
     assert (answer["num_parameters"], answer["num_steps"], answer["command"]) == (109_484_547, 245_439, None)
     steps = line.replace("--num_train_epochs 10", "--max_train_steps 7")
-    assert json.loads(run(monkeypatch, capsys, f"{steps} --json")[1])["num_steps"] == 7
-    code, out, _ = run(
-        monkeypatch, capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear"
-    )
+    assert json.loads(run(capsys, f"{steps} --json")[1])["num_steps"] == 7
+    code, out, _ = run(capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear")
     assert code == 0
     assert in_one_line(out).startswith(f"mnli: a model of type bert, {config}, all weights trained")
     assert "optimizer  learning_rate 0.0006\n" in out
     assert f"{12 * 109_484_547 / 1e9:.3f} GB" in out
     page = tmp_path / "page.html"
-    assert run(monkeypatch, capsys, f"{line} --on 2xt4 --html {page}")[0] == 0
+    assert run(capsys, f"{line} --on 2xt4 --html {page}")[0] == 0
     assert "mnli" in page.read_text()
     line = MODEL.replace("plan", "scale").replace("CONFIG", str(config))
-    assert run(monkeypatch, capsys, f"{line} --on t4 --up_to 4")[1].startswith("mnli on t4")
+    assert run(capsys, f"{line} --on t4 --up_to 4")[1].startswith("mnli on t4")
 
 
+@pytest.mark.rooms
 def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
-    code, out, _ = run(
-        monkeypatch, capsys, "plan captcha_3xa100 --on 3xa100-40 --per_device_train_batch_size 8 --trace --json"
-    )
+    code, out, _ = run(capsys, "plan captcha_3xa100 --on 3xa100-40 --per_device_train_batch_size 8 --trace --json")
     trace = json.loads(out)["trace"]
     assert code == 0
     assert trace["num_parameters"] == 17_535_800
@@ -126,8 +123,8 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         tmp_path
     )
     line = f"plan --model_name_or_path {tmp_path} --on 2xt4"
-    assert "there is no formula" in run(monkeypatch, capsys, line)[2]
-    code, out, _ = run(monkeypatch, capsys, f"{line} --trace --optimizer sgd")
+    assert "there is no formula" in run(capsys, line)[2]
+    code, out, _ = run(capsys, f"{line} --trace --optimizer sgd")
     assert code == 0
     assert "GFLOP per image" in out
     assert "global batch 64" in in_one_line(out)
@@ -202,9 +199,9 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         (f"{MODEL} --on 1xt4 --seq_length 9", "did you mean --seq_len"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, tmp_path, line, message):
+def test_mistakes(capsys, tmp_path, line, message):
     BertConfig(num_labels=3, architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
-    code, _, err = run(monkeypatch, capsys, line.replace("CONFIG", str(tmp_path)))
+    code, _, err = run(capsys, line.replace("CONFIG", str(tmp_path)))
     assert code == 2
     assert message in err
 
@@ -213,8 +210,8 @@ def test_mistakes(monkeypatch, capsys, tmp_path, line, message):
 # Help
 
 
-def read_help(monkeypatch, capsys, line: str) -> str:
-    code, out, err = run(monkeypatch, capsys, f"{line} --help")
+def read_help(capsys, line: str) -> str:
+    code, out, err = run(capsys, f"{line} --help")
     assert (code, err) == (0, "")
     return out
 
@@ -223,19 +220,25 @@ def in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(monkeypatch, capsys, command):
-    out = read_help(monkeypatch, capsys, command)
+PLANNING = {name for name, command in COMMANDS.items() if command.answered_by.startswith("stepplan")}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.rooms] * (name in PLANNING)) for name in COMMANDS]
+)
+def test_help_of_a_command(capsys, command):
+    out = read_help(capsys, command)
     assert out.startswith(f"usage: recipes {command}")
     assert "\nexamples:\n" in out
     examples = [line for line in out.split("\nexamples:\n")[1].splitlines() if line.startswith("  recipes ")]
     assert examples
     assert all(line.startswith(f"  recipes {command}") for line in examples)
-    overview = read_help(monkeypatch, capsys, "")
+    overview = read_help(capsys, "")
     assert re.search(rf"^    {command}\b", overview, re.MULTILINE)
     assert f"  recipes {COMMANDS[command].examples.splitlines()[0]}" in overview
 
 
+@pytest.mark.rooms
 def test_its_examples_work(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").mkdir()
@@ -243,16 +246,20 @@ def test_its_examples_work(monkeypatch, capsys, tmp_path):
     Qwen3Config(**config, num_hidden_layers=2).save_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")
     for command in ("list", "plan", "scale"):
         for line in COMMANDS[command].examples.splitlines():
-            assert run(monkeypatch, capsys, line)[::2] == (0, ""), line
+            assert run(capsys, line)[::2] == (0, ""), line
     assert {"mine.yaml", "plan.html", "scaling.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["bert_base", "captcha_3xa100"])
-def test_help_shows_every_flag_with_choices_and_values(monkeypatch, capsys, name):
+def test_help_shows_every_flag_with_choices_and_values(capsys, name):
+    from stepplan.cli.model import ModelSettings
+    from stepplan.cli.plan import PlanSettings
+    from stepplan.cli.scale import ScaleSettings
+
     recipe = load(name)
     for line, kind in (("plan", PlanSettings), ("scale", ScaleSettings)):
-        bare = read_help(monkeypatch, capsys, line)
-        out = read_help(monkeypatch, capsys, f"{line} {name}")
+        bare = read_help(capsys, line)
+        out = read_help(capsys, f"{line} {name}")
         fields = [(field, bare) for cls in (kind, ModelSettings) for field in dataclasses.fields(cls)]
         fields += [(field, out) for cls in (kind, type(recipe)) for field in dataclasses.fields(cls)]
         for field, text in fields:
@@ -266,8 +273,7 @@ def test_help_shows_every_flag_with_choices_and_values(monkeypatch, capsys, name
     assert "(default: 4096)" in out
 
 
-def test_help_of_a_script(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scripts/pretrain_gpt2.py"])
+def test_help_of_a_script(capsys):
     for argv in (["--help"], ["--recipe", "gpt2_124m", "-h"], ["--recipe=gpt2_124m", "--help"]):
         assert (
             exit_code(lambda argv=argv: run_settings.parse(argv, "gpt2_pretraining", "What it does.\n\n    a line"))
@@ -275,7 +281,7 @@ def test_help_of_a_script(monkeypatch, capsys):
         )
         out = capsys.readouterr().out
         assert out.startswith(
-            "usage: pretrain_gpt2.py --recipe RECIPE [--FLAG VALUE ...]\n\nWhat it does.\n\n    a line\n"
+            f"usage: {program_name()} --recipe RECIPE [--FLAG VALUE ...]\n\nWhat it does.\n\n    a line\n"
         )
         assert "default: 1800.0" in in_one_line(out)
         assert "--on_nonfinite {stop,skip}" in out
@@ -336,8 +342,8 @@ def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
         ("audit-script a.py", "unexpected 'a.py': the program and its flags come after --"),
     ],
 )
-def test_strict(monkeypatch, capsys, line, message):
-    code, out, err = run(monkeypatch, capsys, line)
+def test_strict(capsys, line, message):
+    code, out, err = run(capsys, line)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1
@@ -351,9 +357,10 @@ def test_the_precision_of_a_script_is_the_launchers():
             run_settings.parse([word], "bert_pretraining", "")
 
 
-def test_both_ways_to_give_a_value(monkeypatch, capsys):
+@pytest.mark.rooms
+def test_both_ways_to_give_a_value(capsys):
     lines = ("--num_processes 3 --gradient_checkpointing true", "--num_processes=3 --gradient_checkpointing")
-    first, second = (run(monkeypatch, capsys, f"plan bert_base --json {flags}") for flags in lines)
+    first, second = (run(capsys, f"plan bert_base --json {flags}") for flags in lines)
     assert first == second
     assert json.loads(first[1])["num_processes"] == 3
 
@@ -383,9 +390,8 @@ WORDS = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 def test_no_words_end_in_a_traceback(argv):
     err, out = io.StringIO(), io.StringIO()
-    redirected = contextlib.redirect_stderr(err), contextlib.redirect_stdout(out)
-    with mock.patch.object(sys, "argv", ["recipes", *argv]), redirected[0], redirected[1]:
-        code = exit_code(program.main)
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+        code = exit_code(lambda: program.main(argv))
     lines = err.getvalue().splitlines()
     assert code == (2 if lines else 0)
     assert all(line.startswith("ERROR: ") and line.isprintable() and len(line) < 1000 for line in lines)
@@ -421,9 +427,9 @@ NONSENSE = st.text(
 @settings(max_examples=80, deadline=None)
 def test_nonsense_gets_one_clear_message(flag, value):
     err, out = io.StringIO(), io.StringIO()
-    argv = ["recipes", "plan", "bert_base", "--on", "1xt4", f"--{flag}={value}"]
-    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
-        code = exit_code(program.main)
+    argv = ["plan", "bert_base", "--on", "1xt4", f"--{flag}={value}"]
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+        code = exit_code(lambda: program.main(argv))
     if code:
         assert (code, out.getvalue()) == (2, "")
         assert err.getvalue().startswith("ERROR: ")

@@ -1,7 +1,6 @@
 """What fits on some hardware: models, methods, lengths; and the remedies where a recipe does not fit."""
 
 import json
-import sys
 
 import pytest
 from cases import keep
@@ -55,16 +54,15 @@ def test_a_method_is_listed_where_it_helps():
 
 
 @pytest.mark.parametrize("methods", [METHODS, METHODS[::-1]])
-def test_remedies_are_sorted_by_time(monkeypatch, methods):
+def test_remedies_are_sorted_by_time(methods):
     """Whatever the order of the methods; other hardware comes last, with the steps as they are."""
-    monkeypatch.setattr("stepplan.methods.METHODS", methods)
     machine = parse("1x4070ti")
 
     def make(changes):
         fields = dict(changes)
         return make_model_workload("Qwen/Qwen2.5-0.5B", fields.pop("max_seq_length", 8192), 8, fields)
 
-    remedies = find_remedies(make({}), machine, make, "max_seq_length")
+    remedies = find_remedies(make({}), machine, make, "max_seq_length", methods)
     here = [remedy for remedy in remedies if remedy.changes]
     assert here == remedies[: len(here)]
     assert {"max_seq_length"} in [set(remedy.changes) for remedy in here]
@@ -80,19 +78,18 @@ def test_an_unknown_field_is_refused():
         make_model_workload("Qwen/Qwen3-0.6B", 512, 64, {"nosuch": 3})
 
 
-def run(monkeypatch, capsys, line: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
-    assert exit_code(cli.main) == 0
+def run(capsys, line: str) -> str:
+    assert exit_code(lambda: cli.main(line.split())) == 0
     return capsys.readouterr().out
 
 
-def test_the_command(monkeypatch, capsys):
-    answer = json.loads(run(monkeypatch, capsys, "plan --what-fits 4xl4 --price_per_hour 0.7 --seq_len 1024 --json"))
+def test_the_command(capsys):
+    answer = json.loads(run(capsys, "plan --what-fits 4xl4 --price_per_hour 0.7 --seq_len 1024 --json"))
     assert {row["typical"]["length"] for row in answer["rows"]} == {1024}
     for row in answer["rows"]:
         cost, speed = row["typical"]["cost_per_billion_tokens"], row["typical"]["tokens_per_second"]
         assert cost == pytest.approx(4 * 0.7 / 3600 * 1e9 / speed)
-    text = run(monkeypatch, capsys, "plan --what_fits 4xl4 --price_per_hour 0.7 --seq_len 1024")
+    text = run(capsys, "plan --what_fits 4xl4 --price_per_hour 0.7 --seq_len 1024")
     assert [line.split()[0] for line in text.splitlines() if "/" in line.split(" ")[0]] == [
         row["model"] for row in answer["rows"]
     ]
@@ -103,14 +100,14 @@ def test_the_command(monkeypatch, capsys):
 def test_the_proposed_command_works(monkeypatch, capsys, tmp_path):
     """As it is printed; it fits in the same memory, and writes both files."""
     monkeypatch.chdir(tmp_path)
-    answer = json.loads(run(monkeypatch, capsys, "plan --what_fits 1x3090 --html fits.html --json"))
+    answer = json.loads(run(capsys, "plan --what_fits 1x3090 --html fits.html --json"))
     assert (tmp_path / "fits.html").read_text(encoding="utf-8").count("<tr>") == 1 + len(answer["rows"])
-    planned = json.loads(run(monkeypatch, capsys, f"plan {answer['command'].split('plan ')[1]} --json"))
+    planned = json.loads(run(capsys, f"plan {answer['command'].split('plan ')[1]} --json"))
     assert planned["memory_needed"] in [row["typical"]["memory_needed"] for row in answer["rows"]]
     assert (tmp_path / "mine.yaml").is_file()
     assert (tmp_path / "launch.yaml").is_file()
 
 
-def test_nothing_fits(monkeypatch, capsys):
-    tiny = run(monkeypatch, capsys, "plan --what_fits 1xcpu --seq_len 131072")
+def test_nothing_fits(capsys):
+    tiny = run(capsys, "plan --what_fits 1xcpu --seq_len 131072")
     assert "None of the models" in tiny

@@ -10,6 +10,7 @@ from cases import thorough
 from common import all_metrics, fresh_accelerator, model_of, samples_of_steps
 from compare import check, same_weights, untimed_metrics
 from faults import limit_memory
+from hooks import Watch
 
 from samestep.errors import RunError
 from samestep.training import capacity, kernels, launch, micro_batch_size
@@ -44,10 +45,10 @@ def largest_micro_batch(output_dir) -> int:
         thorough(1, [20, 10, 5, 3, 2, 1], 1, "pretrain_gpt2"),
     ],
 )
-def test_the_fewest_micro_steps_that_fit(train, monkeypatch, tries, holds, tried, cap, program):
+def test_the_fewest_micro_steps_that_fit(train, tries, holds, tried, cap, program):
     """Nothing of the result depends on it, and the second start tries nothing."""
     flags = "--global_batch_size 20 --record_samples --dtype float64"
-    with limit_memory(monkeypatch, program, lambda: holds):
+    with limit_memory(program, lambda: holds):
         automatic = train("found", flags, program=program)
         assert tries == tried
         assert largest_micro_batch(automatic) == cap
@@ -60,9 +61,9 @@ def test_the_fewest_micro_steps_that_fit(train, monkeypatch, tries, holds, tried
     assert same_weights(automatic, manual)
 
 
-def test_what_is_asked_for_is_tried_and_lowered(train, monkeypatch, tries, capsys):
+def test_what_is_asked_for_is_tried_and_lowered(train, tries, capsys):
     flags = "--global_batch_size 20 --record_samples --per_device_train_batch_size "
-    with limit_memory(monkeypatch, "pretrain_bert", lambda: 5):
+    with limit_memory("pretrain_bert", lambda: 5):
         assert largest_micro_batch(train("eight", flags + "8")) == 4
         assert tries == [8, 4]
         assert (
@@ -75,10 +76,10 @@ def test_what_is_asked_for_is_tried_and_lowered(train, monkeypatch, tries, capsy
     assert tries == [8, 4, 8], "what was asked for is tried again: memory may be free now"
 
 
-def test_with_a_cap_on_tokens(train, monkeypatch, tries):
+def test_with_a_cap_on_tokens(train, tries):
     """At most 240 tokens are 5 of the longest samples, and many more short ones."""
     flags = "--global_batch_size 20 --record_samples --per_device_train_tokens 240"
-    with limit_memory(monkeypatch, "pretrain_bert", lambda: 8):
+    with limit_memory("pretrain_bert", lambda: 8):
         assert largest_micro_batch(train("run", flags)) <= 8
     assert tries == [5]
 
@@ -94,9 +95,9 @@ def test_no_more_than_the_fastest_size_is_rehearsed(train, monkeypatch, tries):
     assert largest_micro_batch(output_dir) == 5
 
 
-def test_not_even_one_sample_fits(train, monkeypatch):
+def test_not_even_one_sample_fits(train):
     with (
-        limit_memory(monkeypatch, "pretrain_bert", lambda: 0),
+        limit_memory("pretrain_bert", lambda: 0),
         pytest.raises(RunError, match="not one sample of 48 tokens fits into the memory of cpu: try --gradient_ch"),
     ):
         train("run", "--global_batch_size 4")
@@ -135,19 +136,17 @@ def test_trying_sizes_leaves_running_statistics_alone():
     assert model.weight.grad is None
 
 
-def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, monkeypatch):
+def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, after_forward):
     """Two micro-batches of samples of the greatest length, while AdamW's moments are taken."""
-    calls, forward, empty = [], model_of("pretrain_gpt2").forward, torch.empty_like
-    moments = []
-    monkeypatch.setattr(micro_batch_size.torch, "empty_like", lambda p: moments.append(p) or empty(p))
+    calls, moments = [], []
 
-    def noting(self, input_ids, *arguments, **keywords):
+    def note(model, outputs, input_ids, **micro_batch):
         if torch.is_grad_enabled() and len(calls) < 2:
-            calls.append((tuple(input_ids.shape), len(moments), next(self.parameters()).grad is not None))
-        return forward(self, input_ids, *arguments, **keywords)
+            calls.append((tuple(input_ids.shape), len(moments), next(model.parameters()).grad is not None))
 
-    monkeypatch.setattr(model_of("pretrain_gpt2"), "forward", noting)
-    train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
+    after_forward(model_of("pretrain_gpt2"), note)
+    with Watch(torch.empty_like, lambda empty, p, **options: moments.append(p) or empty(p, **options)):
+        train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
     num_parameters = len(set(map(id, moments)))
     assert calls == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from compare import check, hash_run, parameters, relative
+from hooks import Watch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,8 +14,6 @@ from samestep.recipe.catalog import load
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim import Muon, muon
 from samestep.step.optim.muon import orthogonalize
-from stepplan.timing import count_orthogonalization
-from stepplan.workload import from_recipe as plan_recipe
 
 FLAGS = " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1 --dtype "
 
@@ -53,14 +52,17 @@ def test_rounding_stays_small_where_bfloat16_makes_it_large():
     assert relative(*(weight.detach() for weight in weights)) > 1e-3
 
 
-def test_products_are_of_full_precision(monkeypatch):
-    seen, multiply = [], torch.addmm
-    monkeypatch.setattr(
-        torch, "addmm", lambda *a, **k: seen.append(torch.get_float32_matmul_precision()) or multiply(*a, **k)
-    )
+def test_products_are_of_full_precision():
+    seen = []
+
+    def multiply(addmm, *arguments, **options):
+        seen.append(torch.get_float32_matmul_precision())
+        return addmm(*arguments, **options)
+
     torch.set_float32_matmul_precision("medium")
     try:
-        orthogonalize(torch.eye(3))
+        with Watch(torch.addmm, multiply):
+            orthogonalize(torch.eye(3))
         assert set(seen) == {"highest"}
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
@@ -181,6 +183,9 @@ def test_every_cut_in_space_is_the_same_step_and_it_resumes_on_another_number(tr
 
 
 def test_the_planner_counts_it():
+    from stepplan.timing import count_orthogonalization
+    from stepplan.workload import from_recipe as plan_recipe
+
     matrix = torch.randn(6, 10)
     with FlopCounterMode(display=False) as counter:
         orthogonalize(matrix)

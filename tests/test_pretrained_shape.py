@@ -81,9 +81,8 @@ def test_what_cannot_be_read_leaves_the_recipe_as_it_is(tmp_path):
         load("bert_base", {"model_name_or_path": str(tmp_path)})
 
 
-def test_a_plan_is_of_the_checkpoints_shape(tmp_path, monkeypatch, capsys):
+def test_a_plan_is_of_the_checkpoints_shape(tmp_path, capsys):
     CASES["gpt2_124m"].save_pretrained(tmp_path)
-    monkeypatch.setattr("sys.argv", ["recipes", *f"plan gpt2_124m --model_name_or_path {tmp_path} --json".split()])
-    cli.main()
+    cli.main(f"plan gpt2_124m --model_name_or_path {tmp_path} --json".split())
     small = json.loads(capsys.readouterr().out)
     assert small["num_parameters"] < 1e6

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from importlib.metadata import distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import yaml
@@ -31,15 +30,15 @@ from chat_bases import save_base
 from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
+from run_benchmarks import list_benchmarks
 
 from samestep import cli
-from samestep.contrib.watching import watch
 from samestep.cut.layout import solve_layout
 from samestep.errors import exit_code
 from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings
+from samestep.recipe.settings import program_name
 from stepaudit import script as audit
-from stepplan.workload import from_recipe
 
 COMMANDS = all_commands()
 AUDITED: set[tuple[str, ...]] = set()
@@ -172,13 +171,13 @@ def files(corpus, tmp_path_factory) -> Path:
     qwen |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}
     (folder / "Qwen/Qwen3-0.6B/config.json").write_text(json.dumps(qwen))
-    plan = ["samestep", "plan", "bert_large_phase1", "--on", "2x8xa100-80", "--write_config", "nodes.yaml"]
+    plan = ["plan", "bert_large_phase1", "--on", "2x8xa100-80", "--write_config", "nodes.yaml"]
     for name in ("support/adapter", "support-more"):
         (folder / "runs" / name).mkdir(parents=True)
         adapter = {"base_model_name_or_path": "Qwen/Qwen3-0.6B"}
         (folder / "runs" / name / "adapter_config.json").write_text(json.dumps(adapter))
-    with contextlib.chdir(folder), contextlib.redirect_stdout(None), mock.patch.object(sys, "argv", plan):
-        cli.main()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+        cli.main(plan)
     return folder
 
 
@@ -212,6 +211,8 @@ class Launch:
     """
 
     def __init__(self, words: list[str]):
+        from stepplan.workload import from_recipe
+
         self.config, self.num_processes, self.mixed_precision, is_sharded = None, 1, "no", False
         if words[0] == "accelerate":
             arguments = launch_command_parser().parse_args(words[2:])
@@ -261,6 +262,8 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["make", *targets]:
             known = set(re.findall(r"^([a-z0-9-]+):", Path("Makefile").read_text(), re.MULTILINE))
             assert {target for target in targets if "=" not in target} <= known
+            names = [target.removeprefix("NAME=") for target in targets if target.startswith("NAME=")]
+            assert all(name in list_benchmarks() for name in " ".join(names).split())
         case ["pip", "install", *options]:
             check_pip(options)
         case ["python", "-m", "recipes", *argv] | ["samestep" | "accelerate-recipes", *argv]:
@@ -333,7 +336,6 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
         monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 plus 30?\n"))
     if argv[:2] == ["show-data", "sft_small_cpu"]:  # draws its thousands of conversations
         argv = [*argv, "--num_train_samples", "40", "--num_validation_samples", "8"]
-    monkeypatch.setattr(sys, "argv", ["samestep", *argv])
     monkeypatch.setattr(
         audit,
         "record",
@@ -341,12 +343,12 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
             program, variation, num_steps, mode=mode
         ),
     )
-    # On a port that no other test has, and not until Ctrl+C
-    make_server = watch.make_server
-    monkeypatch.setattr(watch, "make_server", lambda runs, port: make_server(runs, 0))
+    if argv[:1] == ["watch"]:  # on a port that no other test has
+        argv = [*argv, "--port", "0"]
+    # and not until Ctrl+C
     monkeypatch.setattr(http.server.ThreadingHTTPServer, "serve_forever", lambda *_: None)
     try:
-        code = exit_code(cli.main)
+        code = exit_code(lambda: cli.main(argv))
     except SystemExit as end:  # after --help
         code = end.code or 0
     output = capsys.readouterr()
@@ -355,8 +357,9 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     if is_audit:
         assert "\nexact" in output.out or json.loads(output.out)["is_exact"]
         AUDITED.add(tuple(argv))
-    own = r"(?:python -m \w+|samestep) plan .* --write_config .*"  # the launch file of the next line
-    for line in re.findall(rf"{own}|(?:\w+=\S+ )?accelerate launch .*scripts/.*", re.sub(r"\\\n\s*", "", output.out)):
+    own = r"samestep plan .* --write_config .*"  # the launch file of the next line
+    printed = re.sub(r"\\\n\s*", "", output.out).replace(f"{program_name()} ", "samestep ")
+    for line in re.findall(rf"{own}|(?:\w+=\S+ )?accelerate launch .*scripts/.*", printed):
         check(command._replace(words=tuple(shlex.split(line)), text=line), monkeypatch, capsys, recorder)
 
 

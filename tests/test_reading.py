@@ -149,15 +149,15 @@ def test_no_other_module_parses_files_of_others(module):
             )
 
 
+@pytest.mark.rooms
 def test_the_exceptions_exist():
     for name in OWN_FILES:
         assert any(call.func.attr in ("read_text", "read_bytes") for call in _calls(ROOT / name)), name
 
 
-def test_a_cache_that_is_damaged_is_measured_again(tmp_path, monkeypatch):
+def test_a_cache_that_is_damaged_is_measured_again(tmp_path):
     from samestep.training import capacity
 
-    monkeypatch.setattr(capacity, "FILE", tmp_path / "capacity.json")
     whole = {"fits": 3, "fails": None, "way": None, "at_once": 2}
     wrong = [whole | {"fits": True}, whole | {"fits": -1}, whole | {"at_once": 10**300}, whole | {"way": 1}, [], 1]
     capacity.FILE.write_text(json.dumps({"good": whole} | dict(enumerate(wrong))))

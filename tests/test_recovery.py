@@ -10,10 +10,11 @@ from cases import thorough
 from common import ROOT, all_metrics, launch_environment, metrics, model_of, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
 from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
+from hooks import StepCount
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import RunError
-from samestep.step import accumulate
 from samestep.training import capacity, checkpoint, micro_batch_size, recovery
 
 
@@ -56,11 +57,11 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, c
     assert largest == {0: 2, 1: 2}, "both know before the first step"
 
 
-def test_memory_that_runs_out_again_and_again(train, monkeypatch):
+def test_memory_that_runs_out_again_and_again(train):
     """10 samples at once, then 3, then 1: each time the step is done again, with prepared steps cut anew."""
     flags = "--global_batch_size 10 --dtype float64 --record_samples --dataloader_num_workers 1"
     fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the trial of sizes first
-    with limit_memory(monkeypatch, "pretrain_bert", lambda: next(fits)):
+    with limit_memory("pretrain_bert", lambda: next(fits)):
         shrinking = train("shrinking", flags)
     (values,) = json.loads(capacity.FILE.read_text()).values()
     assert (values["fits"], values["fails"]) == (0, 2), "2 samples at once are known not to fit"
@@ -106,11 +107,11 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
     assert failed == [0]
 
 
-def test_not_even_one_sample(train, monkeypatch):
+def test_not_even_one_sample(train):
     fits = iter([10] * 4 + [0] * 1000)
     flags = "--global_batch_size 10 --checkpointing_steps 1"
     with (
-        limit_memory(monkeypatch, "pretrain_bert", lambda: next(fits)),
+        limit_memory("pretrain_bert", lambda: next(fits)),
         pytest.raises(
             RunError, match=r"memory ran out in step 3 with one sample in a micro-batch.*--gradient_checkpointing"
         ),
@@ -118,53 +119,51 @@ def test_not_even_one_sample(train, monkeypatch):
         train("run", flags)
 
 
-def test_errors_that_are_not_memory_are_not_swallowed(train, scripts, monkeypatch):
+def test_errors_that_are_not_memory_are_not_swallowed(train, after_forward):
     def broken(*_, **__):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(model_of("pretrain_bert"), "forward", broken)
+    after_forward(model_of("pretrain_bert"), broken)
     with pytest.raises(RuntimeError, match="something else"):
         train("run", "--global_batch_size 10 --validation_fraction 0")
 
 
-def test_memory_that_runs_out_in_the_optimizer_is_said(train, monkeypatch):
+def test_memory_that_runs_out_in_the_optimizer_is_said(train):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
-    with pytest.raises(RunError, match="memory ran out in the optimizer's step 1, which cannot be cut"):
-        train("run", "--global_batch_size 10")
+    handle = register_optimizer_step_pre_hook(fail)
+    try:
+        with pytest.raises(RunError, match="memory ran out in the optimizer's step 1, which cannot be cut"):
+            train("run", "--global_batch_size 10")
+    finally:
+        handle.remove()
 
 
 # ------------------------------------------------------------------------------------------------ numbers that break
 
 
 @pytest.fixture
-def broken_gradient(monkeypatch, scripts):
+def broken_gradient(after_forward):
     """Let the loss of the micro-batch with sample `sample` be `value` in training step 4."""
 
     def install(program: str, value: float, in_loss: bool = True):
-        forward, steps = model_of(program).forward, []
-        seed_noise = accumulate.seed_noise
+        broken, first = [], done.value
 
-        def note(accelerator, seed, step):
-            steps.append(step)
-            seed_noise(accelerator, seed, step)
-
-        def breaking(self, *arguments, **keywords):
-            sums, correct = forward(self, *arguments, **keywords)
-            if torch.is_grad_enabled() and steps and steps[-1] == 3 and steps.count(3) == 1:
-                steps.append(3)  # in the first micro-batch only
+        def breaking(model, outputs, **micro_batch):
+            sums, correct = outputs
+            if torch.is_grad_enabled() and done.value - first == 3 and not broken:
+                broken.append(True)  # in the first micro-batch only
                 if in_loss:
                     sums = sums * value
                 else:
                     sums.register_hook(lambda gradient: gradient * value)
             return sums, correct
 
-        monkeypatch.setattr(accumulate, "seed_noise", note)
-        monkeypatch.setattr(model_of(program), "forward", breaking)
+        after_forward(model_of(program), breaking)
 
-    return install
+    with StepCount() as done:
+        yield install
 
 
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])

@@ -86,6 +86,7 @@ def free(monkeypatch):
     return lambda size: monkeypatch.setattr(host_memory, "read_free_bytes", lambda: size)
 
 
+@pytest.mark.rooms
 def test_what_memory_does_not_hold_is_refused_on_a_cpu(free):
     recipe = load("bert_large_phase1")
 

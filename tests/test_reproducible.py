@@ -118,16 +118,15 @@ def test_a_loop_that_scales_by_itself_is_refused(train, monkeypatch):
         train("run", FLAGS)
 
 
-def test_errors_that_no_smaller_micro_batch_mends(train, scripts, monkeypatch):
+def test_errors_that_no_smaller_micro_batch_mends(train, after_forward):
     """Memory that runs out, as the size of micro-batches is fixed, and kernels of a GPU that add up in any order."""
-    forward, errors = model_of("pretrain_bert").forward, []
+    errors = []
 
-    def fail(self, **micro_batch):
-        if self.training:
+    def fail(model, *_, **__):
+        if model.training:
             raise errors[-1]
-        return forward(self, **micro_batch)
 
-    monkeypatch.setattr(model_of("pretrain_bert"), "forward", fail)
+    after_forward(model_of("pretrain_bert"), fail)
     told = "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
     for error, words in ((MemoryError(), "3 samples"), (RuntimeError(told), "^cumsum_cuda_kernel")):
         errors.append(error)

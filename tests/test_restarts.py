@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
 from common import ROOT, tiny_argv
+from forks import call_in_fork
 
 from samestep import errors, interrupt
 from samestep.errors import LostProcessError, UsageError, exit_code
@@ -74,18 +76,15 @@ def test_keys_of_a_generation_only_where_the_store_is_kept(monkeypatch, keeps_st
 
 
 @pytest.mark.parametrize("error", [RuntimeError(CLOSED), dist.DistNetworkError("Failed to recv, got 0 bytes")])
-def test_who_loses_another_process_ends_at_once(restarted, monkeypatch, capfd, error):
+def test_who_loses_another_process_ends_at_once(restarted, monkeypatch, error):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(errors.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    monkeypatch.setattr(errors.time, "sleep", lambda seconds: pytest.fail("it waits"))
 
     def main():
         raise error
 
-    with pytest.raises(SystemExit) as end:
-        exit_code(main)
-    assert end.value.code == 1
-    (line,) = capfd.readouterr().err.strip().splitlines()
+    code, said = call_in_fork(lambda: exit_code(main))
+    assert code == 1
+    (line,) = said.strip().splitlines()
     assert line.startswith("ERROR: process 1: another process has ended or hangs")
 
 
@@ -131,9 +130,9 @@ def test_a_worker_hears_of_the_death_of_its_agent():
         assert agent.stdout.readline() == "told\n"
 
 
-def test_a_thread_of_ray_leaves_signals_alone(monkeypatch):
-    monkeypatch.setattr(interrupt.threading, "current_thread", lambda: None)
-    request = interrupt.StopRequest()
+def test_a_thread_of_ray_leaves_signals_alone():
+    with ThreadPoolExecutor(1) as threads:
+        request = threads.submit(interrupt.StopRequest).result()
     assert request.previous_handlers == {}
     assert not request
 

@@ -81,12 +81,11 @@ def test_what_is_no_file_is_not_waited_for(kind, tmp_path):
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 2**20])
-def test_lines_are_the_same_in_pieces_of_any_size(piece, tmp_path, monkeypatch):
+def test_lines_are_the_same_in_pieces_of_any_size(piece, tmp_path):
     """Lines longer than a piece, empty lines, a line that grows, one that is too long."""
-    monkeypatch.setattr(run_files, "PIECE", piece)
-    monkeypatch.setattr(run_files, "MAX_LINE", 80)
     path = tmp_path / "metrics.jsonl"
     file = run_files.LineFile(path)
+    file.piece, file.max_bytes = piece, 80
     path.write_bytes(b"a\n\n" + STEP + b"\n" + b"y" * 81 + b"\nhal")
     assert list(file.read()) == [(1, b"a"), (2, b""), (3, STEP), (4, None)]
     assert (file.end, file.rest) == (3 + len(STEP) + 1 + 82, b"hal")
@@ -100,10 +99,10 @@ def test_lines_are_the_same_in_pieces_of_any_size(piece, tmp_path, monkeypatch):
     assert list(file.read()) == [(6, None), (7, b"last")]
 
 
-def test_a_line_that_does_not_end_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "MAX_PASSED", 2**21)
+def test_a_line_that_does_not_end_is_given_up(tmp_path):
     path = write(tmp_path / "metrics.jsonl", STEP, b"\0" * 2**23, STEP)
     file = run_files.LineFile(path)
+    file.max_passed = 2**21
     assert [number for number, _ in file.read()] == [1]
     assert file.is_given_up
     with pytest.raises(UsageError, match="line 2: it has more than 1,048,576 bytes"):

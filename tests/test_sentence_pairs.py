@@ -199,15 +199,10 @@ def test_one_document_is_not_enough(pairs):
         rebuilt(pairs, ["One sentence. And another."])
 
 
-def test_the_number_of_processes_and_the_batches_do_not_matter(pairs, corpus, tmp_path):
+def test_the_number_of_processes_and_the_batches_do_not_matter(pairs, corpus, tmp_path, use_cache):
     recipe, _ = run.parse([*TINY, "--train_file", str(corpus)], "bert_pretraining", "")
-    import datasets
-
-    cache, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, tmp_path
-    try:
-        two, _ = sentence_pairs.build(recipe, num_proc=2)
-    finally:
-        datasets.config.HF_DATASETS_CACHE = cache
+    use_cache(tmp_path)
+    two, _ = sentence_pairs.build(recipe, num_proc=2)
     assert len(two.tokens.offsets) > 1, "two processes write two files"
     assert two.fingerprints == pairs.fingerprints
     assert all(np.array_equal(two.tokens[row], pairs.tokens[row]) for row in range(len(pairs.tokens)))

@@ -64,14 +64,17 @@ def test_the_loader_prepares_the_same_steps_in_workers():
 
 
 @pytest.mark.parametrize(("at_once", "ends"), [(1, [3, 4, 5, 6]), (2, [3, 5, 5, 7]), (100, [3, 14, 14, 14])])
-def test_small_steps_are_prepared_several_at_a_time(at_once, ends, monkeypatch):
-    steps = Steps(Ragged(), Order(31, 7, seed=5), solve_layout(num_processes=1, global_batch_size=7), process_index=0)
-    monkeypatch.setattr("samestep.data.steps.BURST_SIZE", at_once * steps[3].num_bytes)
-    prepared = []
-    monkeypatch.setattr(
-        Steps, "__getitem__", lambda self, step, get=Steps.__getitem__: prepared.append(step) or get(self, step)
-    )
-    events = []
+def test_small_steps_are_prepared_several_at_a_time(at_once, ends):
+    prepared, events = [], []
+
+    class Noted(Steps):
+        def __getitem__(self, step):
+            prepared.append(step)
+            return super().__getitem__(step)
+
+    steps = Noted(Ragged(), Order(31, 7, seed=5), solve_layout(num_processes=1, global_batch_size=7), process_index=0)
+    steps.burst_size = at_once * steps[3].num_bytes
+    prepared.clear()
     for data in steps.stream(3, 15, 0, torch.device("cpu")):
         events.append((data.step, prepared[-1]))
     assert [last for _, last in events[:4]] == ends
@@ -157,10 +160,11 @@ class Terms:
 
 
 @pytest.mark.parametrize("place", [0, 1, 99])
-def test_terms_without_a_target_are_found(place, monkeypatch):
+def test_terms_without_a_target_are_found(place):
     names = ["each", "one", "none"]
     assert find_terms_without_target(Terms(100, place), names) == ["none"]
     assert find_terms_without_target(Terms(100, 100), names) == ["one", "none"]
     assert find_terms_without_target(Terms(0, 0), names) == names
-    monkeypatch.setattr("samestep.data.steps.MAX_SEARCHED", 10)
-    assert find_terms_without_target(Terms(100, 90), names) == ["none"], "those that are looked at are spread over all"
+    assert find_terms_without_target(Terms(100, 90), names, 10) == ["none"], (
+        "those that are looked at are spread over all"
+    )

@@ -6,8 +6,16 @@ import signal
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from samestep.data import chat_templates, template_process
-from samestep.data.template_process import PROCESS, Part, Request, TemplateLimitError, TemplateRefusal
+from samestep.data import chat_templates
+from samestep.data.template_process import (
+    PROCESS,
+    Part,
+    Request,
+    TemplateLimitError,
+    TemplateProcess,
+    TemplateRefusal,
+    Times,
+)
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
 
@@ -59,17 +67,16 @@ DEEP = {
 ONE = [Part(1)]
 
 
-def take(template, parts=ONE, turns=TURNS, tools=None, has_markers=False):
-    return list(PROCESS.take(Request(template, TOKENS, turns, tools, parts, has_markers)))
+def take(template, parts=ONE, turns=TURNS, tools=None, has_markers=False, process=PROCESS):
+    return list(process.take(Request(template, TOKENS, turns, tools, parts, has_markers)))
 
 
 @pytest.fixture
-def short(monkeypatch):
+def short():
     """Give a process with little time, which the limits that are tried would take in any case."""
-    PROCESS.close()
-    monkeypatch.setattr(template_process, "SECONDS", 0.2)
-    yield
-    PROCESS.close()
+    process = TemplateProcess(Times(most=0.2))
+    yield process
+    process.close()
 
 
 @pytest.mark.parametrize("template", [*SLOW.values()], ids=[*SLOW])
@@ -77,8 +84,8 @@ def test_a_template_without_an_end_is_ended(short, template):
     with pytest.raises(
         TemplateLimitError, match=r"^takes more than 0\.2 s of processor time for a conversation: mend it"
     ):
-        take(template)
-    assert take("{{ messages | length }}")[0].text == "1"  # another process goes on
+        take(template, process=short)
+    assert take("{{ messages | length }}", process=short)[0].text == "1"  # another process goes on
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux limits memory")
@@ -106,15 +113,12 @@ def test_other_faults_are_refusals_with_a_reason(template):
         take(template)
 
 
-def test_many_slow_renderings_are_refused_by_their_average(monkeypatch):
-    PROCESS.close()
-    monkeypatch.setattr(template_process, "SECONDS", 0.3)
-    monkeypatch.setattr(template_process, "AVERAGE_SECONDS", 0.0)
-    monkeypatch.setattr(template_process, "SECONDS_PER_BYTE", 0.0)
+def test_many_slow_renderings_are_refused_by_their_average():
+    process = TemplateProcess(Times(most=0.3, average=0.0, per_byte=0.0))
     template = "{% for a in range(9999) %}{% set x = range(99) | list %}{% endfor %}"  # some milliseconds each
     with pytest.raises(TemplateLimitError, match=r"^takes more than 0 s of processor time on average"):
-        take(template, [Part(1)] * 100_000)
-    PROCESS.close()
+        take(template, [Part(1)] * 100_000, process=process)
+    process.close()
 
 
 @pytest.mark.parametrize("name", chat_templates.TEMPLATES)

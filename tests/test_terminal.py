@@ -7,10 +7,10 @@ import os
 import re
 import shlex
 import signal
-import sys
 
 import pytest
 from common import metrics, tiny_argv
+from forks import FAILED, call_in_fork
 from tqdm import tqdm
 
 from samestep import cli, errors, interrupt, printing
@@ -81,13 +81,13 @@ def test_progress_on_a_terminal_is_one_line(in_one_style, columns, shown):
     assert bars[-1].endswith(shown)
 
 
-def test_lines_of_a_file_stand_in_order(monkeypatch):
+def test_lines_of_a_file_stand_in_order():
     """Those of stdout are written at once, between those of stderr."""
     file = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
-    interrupt.outlive_readers()
-    print("a line")
+    out, err = io.TextIOWrapper(file), io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        interrupt.outlive_readers()
+        print("a line")
     assert file.getvalue() == b"a line\n"
 
 
@@ -95,11 +95,12 @@ def test_lines_fit_a_terminal(monkeypatch):
     """They are folded between words; in a file, and where there is room, they stay as they are."""
     text = "step 5: eval_loss 6.9987, eval_accuracy 0.4250\n  capitals: loss 5.3792, accuracy 0.3077"
     assert (printing.fold(text), printing.line_width(100)) == (text, 100)
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("COLUMNS", "80")
-    assert (printing.fold(text), printing.line_width(100)) == (text, 80)
-    monkeypatch.setenv("COLUMNS", "32")
-    assert printing.fold(text).splitlines() == [
+    with contextlib.redirect_stdout(Terminal()):
+        monkeypatch.setenv("COLUMNS", "80")
+        assert (printing.fold(text), printing.line_width(100)) == (text, 80)
+        monkeypatch.setenv("COLUMNS", "32")
+        lines = printing.fold(text).splitlines()
+    assert lines == [
         "step 5: eval_loss 6.9987,",
         "  eval_accuracy 0.4250",
         "  capitals: loss 5.3792,",
@@ -107,11 +108,10 @@ def test_lines_fit_a_terminal(monkeypatch):
     ]
 
 
-def test_a_closed_output(monkeypatch):
+def test_a_closed_output():
     """As of `samestep list >&-`."""
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "argv", ["samestep", "list", "bert"])
-    assert errors.exit_code(cli.main) == 0
+    with contextlib.redirect_stdout(None):
+        assert errors.exit_code(lambda: cli.main(["list", "bert"])) == 0
 
 
 def test_the_next_command_is_one(monkeypatch, tmp_path):
@@ -122,8 +122,7 @@ def test_the_next_command_is_one(monkeypatch, tmp_path):
         assert words in ([], ["-m", "samestep"])
         assert program == "samestep" or os.access(program, os.X_OK)
     (tmp_path / "metrics.jsonl").touch()
-    monkeypatch.setattr(sys, "argv", ["samestep", "watch", str(tmp_path), "--html", str(tmp_path / "page.html")])
-    cli.main()
+    cli.main(["watch", str(tmp_path), "--html", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").exists()
 
 
@@ -170,20 +169,19 @@ def test_ignored_hanging_up_is_a_request_where_torchrun_passes_it_on(monkeypatch
         assert signal.signal(signal.SIGHUP, previous) == signal.SIG_IGN
 
 
-def test_hanging_up_twice_is_one_request(monkeypatch):
+def test_hanging_up_twice_is_one_request():
     """Shell and kernel both send it, and the launcher passes it on, seconds later."""
-    ends = []
-    monkeypatch.setattr(os, "_exit", ends.append)
-    clock = iter([0.0, 100.0, 200.0])
-    monkeypatch.setattr(interrupt.time, "monotonic", lambda: next(clock))
-    stop = interrupt.StopRequest()
-    try:
+
+    def hang_up() -> int:
+        stop = interrupt.StopRequest()
         assert not stop
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         assert stop
-        assert not ends
+        stop.request_time -= 100  # as if that were so many seconds ago
+        signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
-        assert ends == [128 + signal.SIGTERM]
-    finally:
-        stop.close()
+        return FAILED  # it has ended before
+
+    code, said = call_in_fork(hang_up)
+    assert code == 128 + signal.SIGTERM, said

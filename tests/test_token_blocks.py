@@ -1,5 +1,7 @@
 """Documents to runs of tokens: every token predicted once, masks inside documents, any block at once."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -218,10 +220,16 @@ def test_it_is_tokenized_once(corpus, monkeypatch):
     build(corpus, "--validation_split tail")
 
 
-def test_a_vocabulary_of_more_than_16_bits(blocks, monkeypatch):
-    monkeypatch.setattr(type(blocks.tokenizer), "__len__", lambda self: 70_000)
+def test_a_vocabulary_of_more_than_16_bits(blocks):
+
+    class Large(type(blocks.tokenizer)):
+        def __len__(self):
+            return 70_000
+
+    tokenizer = copy.copy(blocks.tokenizer)
+    tokenizer.__class__ = Large
     documents = Dataset.from_dict({"text": ["one more text", "and another"]})
-    source = PackedBlocks(documents, blocks.tokenizer, block_size=4, seed=1)
+    source = PackedBlocks(documents, tokenizer, block_size=4, seed=1)
     assert source.tokens[0].dtype == np.int32
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 from datasets import Dataset
 
@@ -15,27 +14,29 @@ TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Déjà vu: the sa
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def cache(tmp_path, use_cache):
+    use_cache(tmp_path / "cache")
 
 
 def train(texts=TEXTS, vocab_size=90, lower=True):
     return train_wordpiece(Dataset.from_dict({"text": texts}), vocab_size, lower)
 
 
-def test_the_same_documents_give_the_same_vocabulary(tmp_path, monkeypatch):
+def test_the_same_documents_give_the_same_vocabulary(tmp_path, use_cache):
     first = train()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
+    use_cache(tmp_path / "other")
     again = train()
     assert first.get_vocab() == again.get_vocab()
     assert len(first) <= 90
     assert train(TEXTS[:1]).get_vocab() != first.get_vocab()
 
 
-def test_it_is_trained_once(monkeypatch):
-    train()
-    monkeypatch.setattr("samestep.data.tokenizer._wordpiece", lambda *arguments: pytest.fail("trained twice"))
-    train()
+def test_it_is_trained_once(tmp_path):
+    """What another training would write anew is read."""
+    first = train()
+    (file,) = (tmp_path / "cache").rglob("tokenizer.json")
+    file.write_text(file.read_text().replace('"##ds"', '"##dz"'))
+    assert train().get_vocab() != first.get_vocab()
 
 
 def test_it_is_a_bert_tokenizer():
@@ -106,14 +107,14 @@ ODD = "Tabs\tand\n\nlines, \u00e9\u00f1 \u4f60\u597d \U0001f600  two  spaces "
 
 
 @pytest.mark.parametrize("train", [train_byte_level_bpe, train_characters])
-def test_text_is_read_back_as_it_was_written(train, tmp_path, monkeypatch):
+def test_text_is_read_back_as_it_was_written(train, tmp_path, use_cache):
     documents = Dataset.from_dict({"text": [*TEXTS, ODD]})
     tokenizer = train(documents, 320)
     for text in (*TEXTS, ODD):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     assert len(tokenizer) <= 320
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
+    use_cache(tmp_path / "other")
     assert train(documents, 320).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
 

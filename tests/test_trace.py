@@ -566,10 +566,10 @@ def test_other_mistakes(tmp_path):
         trace_recipe(load("captcha_cpu"), 1, mixed_precision="no", gradient_checkpointing=True)
 
 
-def test_versions_that_are_too_old_are_refused(monkeypatch):
-    """And plans by formula go on with them; `None` as what is traced would be a traceback."""
-    monkeypatch.setattr(trace, "OLDEST", {torch: (2, 13), transformers: (99, 0)})
+def test_versions_that_are_too_old_are_refused():
+    """And plans by formula go on with them."""
+    trace.check_versions(trace.OLDEST)
     with pytest.raises(
         UsageError, match=r"^tracing needs torch 2\.13 and transformers 99\.0 or newer, here are torch 2\."
     ):
-        trace_step(None, None, 1, mixed_precision="no", gradient_checkpointing=False, make_optimizer=None)
+        trace.check_versions({torch: (2, 13), transformers: (99, 0)})

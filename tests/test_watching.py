@@ -162,21 +162,13 @@ def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):
     assert recipe.data_name.endswith("mrpc")
 
 
-@pytest.fixture
-def figures(monkeypatch, real_figures):
-    drawn = []
-    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
-    return drawn
-
-
-def test_losses_are_drawn_apart_with_a_centred_mean_and_the_first_evaluation(figures):
+def test_losses_are_drawn_apart_with_a_centred_mean_and_the_first_evaluation(real_figures):
     steps = [{"step": n, "loss": 3.0 * n, "mlm_loss": 2.0 * n, "nsp_loss": 1.0 * n} for n in range(1, 151)]
     evaluations = [
         {"step": n, "eval_loss": 9.0 - n, "eval_mlm_loss": 5.0, "eval_nsp_loss": 4.0, "eval_nsp_accuracy": n / 9}
         for n in (0, 9)
     ]
-    plots.plot_training(steps, evaluations, ["mlm", "nsp"], "a title")
-    (figure,) = figures
+    figure = plots.draw_training(steps, evaluations, ["mlm", "nsp"], "a title")
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert figure.get_suptitle() == "a title"
     assert [axes.get_ylabel() for axes in panels] == ["loss", "mlm_loss", "nsp_loss", "of held-out data"]
@@ -188,9 +180,8 @@ def test_losses_are_drawn_apart_with_a_centred_mean_and_the_first_evaluation(fig
     assert [line.get_ydata().tolist() for line in panels[3].lines] == [[0, 1]]
 
 
-def test_a_loss_that_is_another_is_drawn_once_and_nothing_is_a_picture_too(figures):
+def test_a_loss_that_is_another_is_drawn_once_and_nothing_is_a_picture_too(real_figures):
     steps = [{"step": n, "loss": 1.0, "character_loss": 1.0, "string_loss": None} for n in (1, 2)]
-    plots.plot_training(steps, [], ["character", "string"], "")
-    plots.plot_training([], [], ["lm"], "")
+    figures = [plots.draw_training(steps, [], ["character", "string"], ""), plots.draw_training([], [], ["lm"], "")]
     assert [axes.get_ylabel() for axes in figures[0].axes if axes.get_visible()] == ["loss", "string_loss"]
     assert len(figures[1].axes) == 1

@@ -1,4 +1,4 @@
-"""When a program ended each of its optimizer steps: what `benchmarks/run.py` reads of all programs alike."""
+"""When a program ended each of its optimizer steps: what `benchmarks/bench.py` reads of all programs alike."""
 
 import os
 import time

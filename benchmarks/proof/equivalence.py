@@ -1,5 +1,7 @@
 """Part 2: ten steps of AdamW or SGD, cut in time and in space, beside the same steps in one micro-batch on the same device."""
 
+from collections.abc import Callable
+
 import harness
 
 from proof import tasks
@@ -63,22 +65,27 @@ def list_tasks(is_tiny: bool, has_gpu: bool) -> list[Task]:
 
 
 def compute(item: str, is_tiny: bool) -> dict:
+    return compute_by(_train, item)
+
+
+def compute_by(train: Callable[..., tuple[list[float], dict]], item: str) -> dict:
+    """Compute the row of an item by a function that trains as `_train` does."""
     *name, precision, device = item.split(", ")
     way = name.pop() if name[-1] in WAYS else None
     program, flags, kernel = MODELS[", ".join(name)]
     mixed_precision, dtype, bounds = PRECISIONS[precision]
     kernel = kernel if device == "cuda" and mixed_precision == "bf16" else None
     flags = f"{STEP}{flags}{dtype}"
-    whole = _train(program, flags + WHOLE, mixed_precision, kernel)
+    whole = train(program, flags + WHOLE, mixed_precision, kernel)
     row = {"bounds": bounds, "cuts": {}}
     if bounds is None:
-        exact = _train(program, flags + WHOLE, "no")
+        exact = train(program, flags + WHOLE, "no")
         row["rounding"] = tasks.distance(whole[1], exact[1])
     cuts = {way: CUTS["4"]} if way else dict(CUTS)
     if not way and program in MOST_TOKENS:  # images have none
         cuts["tokens"] = f"{WHOLE} --per_device_train_tokens {MOST_TOKENS[program]}"
     for name, cut in cuts.items():
-        ours = _train(program, flags + cut, mixed_precision, kernel, *WAYS.get(name, ()))
+        ours = train(program, flags + cut, mixed_precision, kernel, *WAYS.get(name, ()))
         losses = max(abs(a / b - 1) for a, b in zip(ours[0], whole[0], strict=True))
         row["cuts"][name] = {"losses": losses, "parameters": tasks.distance(ours[1], whole[1])}
         if bounds is None:

@@ -335,13 +335,14 @@ def _num_graphs() -> int:
 
 
 def measure_variant(
-    accelerator: Accelerator, case: Case, variant: Variant, checks: dict[str, Checks]
+    accelerator: Accelerator, case: Case, variant: Variant, checks: dict[str, Checks], measure: Callable = timed
 ) -> dict[str, Any]:
     """Check and time it, in smaller micro-batches if memory runs out. What goes wrong is a line in the results, and no reason
     to end.
 
     Args:
         checks: of cases by name; one that is not there yet is put there.
+        measure: measures as `timed` does.
     """
     row, tokens = {"case": case.name, "variant": variant.name}, case.tokens
     torch._dynamo.reset()
@@ -352,7 +353,7 @@ def measure_variant(
                 checks[case.name] = Checks(accelerator, case)
             if "check" not in row:
                 row["check"] = checks[case.name](variant)
-            row |= timed(accelerator, case, variant, tokens)
+            row |= measure(accelerator, case, variant, tokens)
             break
         except torch.OutOfMemoryError as error:
             if tokens <= case.length:

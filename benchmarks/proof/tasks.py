@@ -152,6 +152,16 @@ def train(
         free()
 
 
+def make_environment(num_processes: int, precision: str, is_sharded: bool, on_gpu: bool) -> dict[str, str]:
+    """Make what Accelerate tells the processes of a launch, on one GPU or on the CPU."""
+    from common import launch_environment
+
+    name = "fsdp2_8xa100" if is_sharded and on_gpu else "fsdp2_2xcpu" if is_sharded else "2xcpu"
+    words = ["--num_processes", str(num_processes), "--mixed_precision", precision]
+    environment = launch_environment(ROOT / "accelerate_configs" / f"{name}.yaml", *words)
+    return {name: value for name, value in environment.items() if not on_gpu or name not in NO_GPU}
+
+
 def train_on(num_processes: int, program: str, flags: str, folder: Path, precision: str, is_sharded: bool) -> None:
     """Train a tiny model in processes of their own: on one GPU, which they share, or on the CPU.
 
@@ -160,14 +170,11 @@ def train_on(num_processes: int, program: str, flags: str, folder: Path, precisi
     Raises:
         RuntimeError: a process failed; the message has the end of what it printed.
     """
-    from common import launch_environment, tiny_argv
+    from common import tiny_argv
 
-    name = "fsdp2_8xa100" if is_sharded and has_gpu() else "fsdp2_2xcpu" if is_sharded else "2xcpu"
-    words = ["--num_processes", str(num_processes), "--mixed_precision", precision]
-    environment = launch_environment(ROOT / "accelerate_configs" / f"{name}.yaml", *words)
-    if has_gpu():
-        environment = {name: value for name, value in environment.items() if name not in NO_GPU}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    environment = (
+        os.environ | {"OMP_NUM_THREADS": "1"} | make_environment(num_processes, precision, is_sharded, has_gpu())
+    )
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--max_restarts=0"]
     call = ["train", program, *tiny_argv(program, corpus(), folder, flags)]
     done = subprocess.run(
@@ -182,12 +189,17 @@ def run_rank(program: str, argv: list[str]) -> None:
     """Train in a process that `train_on` started."""
     import torch
 
+    if torch.cuda.is_available() and int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
+        share_device()
+    _script(program).main(argv)
+
+
+def share_device() -> None:
+    """Let this process talk over gloo, and compute on the first device whatever its rank."""
     from samestep.training import launch
 
-    if torch.cuda.is_available() and int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
-        launch.InitProcessGroupKwargs = functools.partial(launch.InitProcessGroupKwargs, backend="gloo")
-        os.environ["LOCAL_RANK"] = "0"  # by which Accelerate numbers the device of its barriers and of DDP
-    _script(program).main(argv)
+    launch.InitProcessGroupKwargs = functools.partial(launch.InitProcessGroupKwargs, backend="gloo")
+    os.environ["LOCAL_RANK"] = "0"  # by which Accelerate numbers the device of its barriers and of DDP
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How chat templates are rendered, and which turn each part of a rendered text is of."""
+"""The rendering of chat templates, and the turn that each part of a rendered text is of."""
 
 import datetime
 import functools

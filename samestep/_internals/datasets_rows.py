@@ -1,4 +1,4 @@
-"""What tells one table of datasets from another."""
+"""The marks that tell one table of datasets from another."""
 
 from typing import TYPE_CHECKING
 

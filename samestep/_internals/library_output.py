@@ -1,4 +1,4 @@
-"""What other libraries print between the lines of a run, and how a run and they show progress: in one style, on a terminal in
+"""The output of other libraries between the lines of a run, and the progress of both: in one style, on a terminal in
 place, in a file in a line now and then."""
 
 import logging

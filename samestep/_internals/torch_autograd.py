@@ -1,4 +1,4 @@
-"""What the nodes of an autograd graph remember of their operators, and how a DataLoader pins what it collates."""
+"""Facts that the nodes of an autograd graph keep of their operators, and the pinning of what a DataLoader collates."""
 
 from typing import Any
 

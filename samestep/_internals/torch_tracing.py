@@ -1,4 +1,4 @@
-"""What a trace on fake tensors needs: fake tensors, facts about operators, and a CPU that allocates as CUDA does."""
+"""The needs of a trace: fake tensors, facts about operators, and a CPU that allocates as CUDA does."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""How models of transformers are made and which attention kernel they use."""
+"""The making of models of transformers, and the attention kernel that they use."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +13,7 @@ EXPERTS_MATMUL = torch.ops.transformers.grouped_mm_fallback
 """transformers 5.23: products of tokens [S, n] with the weights [E, n, m] of their experts, of which torch's FLOP counter knows
 nothing."""
 EXPERTS_MATMUL_BACKWARD = getattr(torch.ops.transformers, "grouped_mm_fallback_backward", None)
-"""Its backward; None: transformers is older (5.17), where nothing is traced."""
+"""The backward of `EXPERTS_MATMUL`; None: transformers is older (5.17), where nothing is traced."""
 
 
 def attention_kernel(config: PreTrainedConfig) -> str:

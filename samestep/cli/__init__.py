@@ -8,6 +8,7 @@ Exit code 0 fine, 1 a check failed, 2 bad usage.
 
 import importlib
 import sys
+from collections.abc import Sequence
 
 from samestep.cli.commands import COMMANDS, make_overview
 from samestep.errors import UsageError, nearest
@@ -15,8 +16,11 @@ from samestep.recipe.reading import format_name
 from samestep.recipe.settings import program_name
 
 
-def main() -> int | None:
+def main(argv: Sequence[str] | None = None) -> int | None:
     """Answer the command line.
+
+    Args:
+        argv: the words behind the program; None: those that this process was started with.
 
     Returns:
         The exit code of a comparison or an audit; None: 0.
@@ -25,14 +29,15 @@ def main() -> int | None:
         UsageError: bad usage.
         SystemExit: after `--help`.
     """
-    match sys.argv[1:]:
+    words = sys.argv[1:] if argv is None else argv
+    match words:
         case [] | ["-h" | "--help", *_]:
             make_overview().print_help()
             return None
-        case [name, *argv] if name in COMMANDS:
-            return answer(name, argv)
+        case [name, *more] if name in COMMANDS:
+            return answer(name, more)
         case _:
-            raise UsageError(f"{program_name()} {format_name(sys.argv[1])}: {nearest(sys.argv[1], COMMANDS)}")
+            raise UsageError(f"{program_name()} {format_name(words[0])}: {nearest(words[0], COMMANDS)}")
 
 
 def answer(name: str, argv: list[str]) -> int | None:

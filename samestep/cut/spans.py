@@ -1,4 +1,4 @@
-"""Which part of the stream of samples each step holds, where the size of the steps may grow: any step at once, no state.
+"""The part of the stream of samples that each step holds, where steps may grow: any step at once, no state.
 
 The stream are the epochs one after the other; place p of it is sample p % n of epoch p // n, in that epoch's order. Steps of a
 stage follow each other without a gap, but for what `drop` leaves out at the end of an epoch.
@@ -32,7 +32,7 @@ class Spans:
 
     @functools.cached_property
     def _pieces(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each stage that has steps: its first step, the place where that begins, and the size of its steps."""
+        """Return the first step of each stage that has steps, the place where that begins, and the size of its steps."""
         pieces, step, place = [(0, 0, self.stages[0][1])], 0, 0
         for first, size in self.stages[1:]:
             number = self._count_from(place, pieces[-1][2], first)

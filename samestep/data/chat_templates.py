@@ -54,7 +54,7 @@ of tokenizers that are trained here; `tulu` (arXiv 2306.04751) is for base model
 CHAT_TEMPLATE = TEMPLATES["chatml"]
 
 CLOCK, NEVER = "strftime_now", "1970-01-01"
-"""What a template calls to read the clock; what it reads if it does so by another name."""
+"""Function by which a template reads the clock, and the date that it reads by any other name."""
 SHORTEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 """A conversation to try templates with."""
 CALL: dict[str, Any] = {

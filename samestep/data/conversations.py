@@ -35,7 +35,7 @@ else:
 
 READ_AHEAD = 2**17  # characters that are rendered ahead, about
 KEPT, CUT, TOO_LONG, UNTRAINED, BAD = range(5)
-"""What became of a row: its sample is whole, or cut at max_seq_length; or it is left out: too long, without a trained token, or
+"""Fates of a row: its sample is whole, or cut at max_seq_length; or it is left out: too long, without a trained token, or
 with a fault."""
 COUNTS = ("border", "state", "stops", "special", "rewritten", "turns", "trained_turns", "weightless_turns")
 """Columns of numbers of the tokenized table."""

@@ -15,7 +15,7 @@ from samestep.data.drawn_chats import find_split
 
 QUESTION = "What does Python print last?\n"
 VARYING = re.compile(r"0x[0-9a-fA-F]{4,}|\.\.\.")
-"""What outputs hold that is another one each time, an address, or is left out."""
+"""Parts of outputs that are others each time, as addresses, or that are left out."""
 
 
 class Example(NamedTuple):

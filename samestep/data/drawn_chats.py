@@ -27,7 +27,7 @@ MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", 
 
 
 class Level(NamedTuple):
-    """How difficult questions are.
+    """A level of difficulty of questions.
 
     Attributes:
         longest: elements of a list at most; the shortest list has 3.

@@ -378,14 +378,16 @@ def _find_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+def _random_box(
+    width: int, height: int, rng: np.random.Generator, shares: tuple[float, float] = SCALE
+) -> tuple[int, int, int, int]:
     """Draw left, top, right and bottom of a random crop, as torchvision's RandomResizedCrop does.
 
     The crop has 8 % to 100 % of the area, and width / height from 3/4 to 4/3 with uniform logarithm. If ten draws do not fit,
     it is the largest crop in the middle within these ratios.
     """
     for _ in range(ATTEMPTS):
-        area = width * height * rng.uniform(*SCALE)
+        area = width * height * rng.uniform(*shares)
         ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:

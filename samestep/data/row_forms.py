@@ -57,7 +57,7 @@ TOOL_CALL = "a call of a tool as JSON: an object with name and arguments"
 
 
 class _Plan(NamedTuple):
-    """How rows with the same columns are read.
+    """A way to read rows with the same columns.
 
     Attributes:
         form: answer, messages, pair or text.

@@ -190,7 +190,7 @@ def find_problems(rows: "Dataset") -> list[Problem]:
 
 @dataclasses.dataclass
 class Notes:
-    """What is known of the rows of a source beside those that can be used.
+    """Notes on the rows of a source beside those that can be used.
 
     Attributes:
         problems: of rows that cannot be used.

@@ -96,14 +96,17 @@ class StepData:
         return dataclasses.replace(self, micro_batches=torch_autograd.pin_memory(self.micro_batches))
 
 
-def find_terms_without_target(source: SampleSource, names: Sequence[str]) -> list[str]:
+def find_terms_without_target(
+    source: SampleSource, names: Sequence[str], max_searched: int = MAX_SEARCHED
+) -> list[str]:
     """Find the loss terms that have no target in any of the source's samples, of which the first usually has one of each.
 
     Args:
-        source: gives the samples; of more than `MAX_SEARCHED` so many, spread over all, are looked at.
+        source: gives the samples.
         names: of the loss terms.
+        max_searched: most samples that are looked at, spread over all.
     """
-    num_samples, start, size = min(len(source), MAX_SEARCHED), 0, 1
+    num_samples, start, size = min(len(source), max_searched), 0, 1
     counts = np.zeros(len(names), np.int64)
     while start < num_samples and not counts.all():
         places = range(start, min(start + size, num_samples))
@@ -155,6 +158,8 @@ class Steps(Dataset):
     Raises:
         UsageError: max_tokens would not hold the longest sample.
     """
+
+    burst_size = BURST_SIZE
 
     def __init__(
         self,
@@ -294,7 +299,7 @@ class Steps(Dataset):
         step, which then takes 0.6 ms instead of 0.1 (32 film reviews).
         """
         steps = [self[first]]
-        num_steps = max(1, BURST_SIZE // max(1, steps[0].num_bytes))
+        num_steps = max(1, self.burst_size // max(1, steps[0].num_bytes))
         while steps:
             yield from steps
             first += len(steps)

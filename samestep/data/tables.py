@@ -30,7 +30,7 @@ ENCODINGS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": 
 
 
 class Reading(NamedTuple):
-    """How the cells of a table are told apart.
+    """A way to tell the cells of a table apart.
 
     Attributes:
         delimiter: character between cells.

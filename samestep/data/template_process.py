@@ -27,8 +27,6 @@ import jinja2
 from samestep._internals.chat_rendering import render_turns
 from samestep.errors import UsageError, reason
 
-SECONDS = 1.0  # of processor time for a rendering
-AVERAGE_SECONDS, SECONDS_PER_BYTE = 0.02, 1e-6  # of a rendering among many; and more for each byte of a conversation
 MEMORY = 3 * 2**28  # bytes beyond those that the process begins with
 CHARACTERS, CHARACTERS_PER_BYTE = 2**20, 64  # of a rendered text; and more for each byte of a conversation
 REMEDY = "mend it, or give another template, --chat_template FILE"
@@ -52,8 +50,22 @@ class TemplateLimitError(UsageError):
     """A template that takes more than is allowed. The message has no subject: "takes more than ...", and the remedy."""
 
 
+class Times(NamedTuple):
+    """The processor time, in seconds, that renderings may take.
+
+    Attributes:
+        most: of one.
+        average: of one among many.
+        per_byte: more of each, for every byte of its conversation.
+    """
+
+    most: float = 1.0
+    average: float = 0.02
+    per_byte: float = 1e-6
+
+
 class Part(NamedTuple):
-    """What is rendered of a conversation.
+    """A part of a conversation that is rendered.
 
     Attributes:
         num_turns: of its beginning.
@@ -99,9 +111,14 @@ class Rendering(NamedTuple):
 
 
 class TemplateProcess:
-    """The process that renders: started for the first conversation, again after its end, and anew in a forked process."""
+    """The process that renders: started for the first conversation, again after its end, and anew in a forked process.
 
-    def __init__(self) -> None:
+    Args:
+        times: that renderings may take.
+    """
+
+    def __init__(self, times: Times = Times()) -> None:  # noqa: B008 - a tuple
+        self.times = times
         self.owner = self.pid = 0  # process that started it, and its own number; 0: there is none
         self.pipes: list[BinaryIO] = []  # for requests, for answers
         # Requests, and numbers of their answers; template, special tokens and time that the process knows
@@ -187,7 +204,7 @@ class TemplateProcess:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
-            _become_renderer(read_requests, write_answers)
+            _become_renderer(read_requests, write_answers, self.times)
         os.close(read_requests)
         os.close(write_answers)
         self.pipes = [os.fdopen(write_requests, "wb", BUFFER), os.fdopen(read_answers, "rb", BUFFER)]
@@ -212,7 +229,7 @@ class TemplateProcess:
         self.close()
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGPROF:
-            return f"takes more than {SECONDS:g} s of processor time for a conversation"
+            return f"takes more than {self.times.most:g} s of processor time for a conversation"
         if code == -signal.SIGKILL:
             return "has its process killed while it renders a conversation, perhaps for its memory"
         return f"ends the process that renders it (exit code {code})"
@@ -223,7 +240,7 @@ PROCESS = TemplateProcess()
 atexit.register(PROCESS.close)
 
 
-def _become_renderer(requests: int, answers: int) -> NoReturn:
+def _become_renderer(requests: int, answers: int, times: Times) -> NoReturn:
     """Serve requests until the other end is closed. Nothing of the forked process but its code and these pipes is used."""
     code = 1
     try:
@@ -237,7 +254,7 @@ def _become_renderer(requests: int, answers: int) -> NoReturn:
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # sockets and locks of the other process
         _limit_memory()
         with open(0, "rb", closefd=False) as incoming, open(1, "wb", BUFFER, closefd=False) as outgoing:
-            _serve(incoming, outgoing)
+            _serve(incoming, outgoing, times)
         code = 0
     finally:
         os._exit(code)
@@ -251,8 +268,8 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (min([size, *limits]), hard))
 
 
-def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    template, special_tokens, now, left = "", {}, "", SECONDS
+def _serve(incoming: BinaryIO, outgoing: BinaryIO, times: Times) -> None:
+    template, special_tokens, now, left = "", {}, "", times.most
     while True:
         try:
             message = _receive(incoming)
@@ -267,13 +284,13 @@ def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
                 template, special_tokens, now = setup
             for num_turns, begins_answer in parts:
                 options = {"add_generation_prompt": begins_answer}
-                begin, more = time.process_time(), SECONDS_PER_BYTE * size
-                signal.setitimer(signal.ITIMER_PROF, SECONDS + more)  # whose signal ends this process
+                begin, more = time.process_time(), times.per_byte * size
+                signal.setitimer(signal.ITIMER_PROF, times.most + more)  # whose signal ends this process
                 answer = _render(template, special_tokens | options, now, turns[:num_turns], tools, has_markers, size)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                left += AVERAGE_SECONDS + more + begin - time.process_time()
+                left += times.average + more + begin - time.process_time()
                 if left < 0:
-                    answer = _encode({"limit": f"takes more than {AVERAGE_SECONDS:g} s of processor time on average"})
+                    answer = _encode({"limit": f"takes more than {times.average:g} s of processor time on average"})
                 outgoing.write(_frame(answer))
                 if left < 0:
                     outgoing.flush()

@@ -1,4 +1,4 @@
-"""What each task trains."""
+"""The models that tasks train."""
 
 from samestep._internals import library_output as library_output
 from samestep._internals.late_imports import BITSANDBYTES, load_when_used

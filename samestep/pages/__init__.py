@@ -1,4 +1,4 @@
-"""What all HTML pages share: each is one file without addresses outside; escaped texts, charts, axes, numbers for people.
+"""Common parts of all HTML pages: each is one file without addresses outside; escaped texts, charts, axes, numbers for people.
 
 The pages of plans, of training data and of running trainings include the templates of templates/: frame, charts, style, script.
 """

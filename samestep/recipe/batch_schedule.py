@@ -34,7 +34,7 @@ from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, form
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
 EXPONENTS = {None: 0.0, "sqrt": 0.5, "linear": 1.0}
-"""How the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
+"""Ways in which the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
 TOLERANCE = 1e-12  # of thresholds: libraries for mathematics differ in the last bit
 
 _RATE = r"(?:, *rate by (?P<rate>\w+))?"

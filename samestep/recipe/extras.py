@@ -24,7 +24,7 @@ DEPENDENCIES = {
     "xxhash": "xxhash>=3",
     "yaml": "pyyaml",
 }
-"""What every installation brings, as in `EXTRAS`. A checkout, and a wheel installed with --no-deps, can lack some of it."""
+"""Packages of every installation, as in `EXTRAS`. A checkout, and a wheel installed with --no-deps, can lack some of it."""
 EXTRAS = {
     "text": {
         "datasets": "datasets>=5.2",

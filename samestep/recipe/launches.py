@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a launch is, for the rules.
+    """Facts of a launch, for the rules.
 
     Attributes:
         mixed_precision: no, fp16 or bf16.
@@ -71,7 +71,7 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """What excludes what: a launch for which all of `holds` is true is refused.
+    """A rule of what excludes what: a launch for which all of `holds` is true is refused.
 
     Attributes:
         holds: of `Facts`.
@@ -177,7 +177,7 @@ RULES = (
         "set it to bf16 or no",
     ),
 )
-"""In their order: the first that holds is said."""
+"""Rules in their order: the first that holds is said."""
 
 
 def find_refusal(**facts: Any) -> Refusal | None:

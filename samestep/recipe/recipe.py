@@ -87,7 +87,7 @@ def _limit_rehearsed_batch(global_batch_size: int, length: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples.
+    """The decisions of every recipe: the global batch, the optimizer, the schedule, the order of the samples.
 
     Attributes:
         unit: unit in which the length of its samples is counted.
@@ -285,7 +285,7 @@ class Recipe:
 
     @property
     def model_in_words(self) -> str:
-        """What a description says of the model behind the task: from which weights, and what of it is trained."""
+        """Words of a description on the model behind the task: its first weights, and the part that is trained."""
         name = getattr(self, "model_name_or_path", None)
         return "" if name is None else f", from {Path(name).name if Path(name).is_absolute() else name},"
 

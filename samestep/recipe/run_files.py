@@ -45,7 +45,7 @@ REMEDY = "mend the line, or take it out"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value must be.
+    """A rule for a value.
 
     Attributes:
         text: the rule in words, after "must be".
@@ -317,6 +317,8 @@ class LineFile:
         number: of the last line that was read to its end; 1 is the first.
     """
 
+    piece, max_passed = PIECE, MAX_PASSED
+
     def __init__(self, path: Path, offset: int = 0, number: int = 0):
         self.path, self.number, self.max_bytes = path, number, max_bytes(path.name)
         self._offset, self._size = offset, 0
@@ -329,13 +331,13 @@ class LineFile:
 
     @property
     def rest(self) -> bytes | None:
-        """What was read of the line that has no end yet; None: it is too long."""
+        """The bytes that were read of the line that has no end yet; None: it is too long."""
         return b"".join(self._parts) if self._size <= self.max_bytes else None
 
     @property
     def is_given_up(self) -> bool:
         """Whether a line is so long that nothing more is read."""
-        return self._size > MAX_PASSED
+        return self._size > self.max_passed
 
     def read(self) -> Iterator[tuple[int, bytes | None]]:
         """Read the lines that have ended since: number and text, None instead of one that is too long.
@@ -350,7 +352,7 @@ class LineFile:
             self._offset, self._size, self._parts = self.end, 0, []
         with open_regular(self.path) as file:
             file.seek(self._offset)
-            while not self.is_given_up and (piece := file.read(PIECE)):
+            while not self.is_given_up and (piece := file.read(self.piece)):
                 self._offset += len(piece)
                 first, *others = piece.split(b"\n")
                 self._add(first)

@@ -1,4 +1,4 @@
-"""How a recipe is run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
+"""The settings of a run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
 
 import dataclasses
 import itertools
@@ -185,7 +185,7 @@ class RunSettings:
 
     @property
     def memory_remedy(self) -> str:
-        """What helps when memory does not hold a sample, for messages."""
+        """The remedy when memory does not hold a sample, for messages."""
         return "a smaller model or smaller images"
 
     @property
@@ -199,7 +199,7 @@ class RunSettings:
 
     @property
     def lighthouse(self) -> str:
-        """Where the replicas of a run with fault_tolerance step meet: http://HOST:PORT; empty: nowhere."""
+        """The address where the replicas of a run with fault_tolerance step meet: http://HOST:PORT; empty: nowhere."""
         return os.environ.get("TORCHFT_LIGHTHOUSE", "")
 
     def problems(self) -> list[str]:
@@ -413,7 +413,7 @@ BITS_DEPEND_ON = ("per_device_train_tokens", "attn_implementation", "noise_scale
 OLD_FLAGS = {"on_bad_sample": ("on_bad_row", {"stop": "refuse"})}
 """Flag that will go in 0.2 -> its name today, and values that are called otherwise today."""
 RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}
-"""What fault_tolerance restart brings, where flags do not say otherwise."""
+"""Settings that fault_tolerance restart brings, where flags do not say otherwise."""
 
 EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
 `none` unsets a field that may be unset."""

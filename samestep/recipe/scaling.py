@@ -1,4 +1,4 @@
-"""How the optimizer's numbers change when the global batch differs from the one they were tuned at.
+"""The change of the optimizer's numbers when the global batch differs from the one they were tuned at.
 
 Every rule is a pure function of (tuned, tuned_batch_size, global_batch_size) and speaks of one ratio,
 

@@ -33,7 +33,7 @@ CHUNK = 2**17
 """Hashes at once on a CPU, 512 KiB: they stay in its cache. A GPU's are computed by one kernel, and stored nowhere."""
 
 MINUS_ZERO = torch.tensor(-0.0)
-"""Its sum with any number has that number's bits."""
+"""The zero whose sum with any number has that number's bits."""
 
 
 def signed(value: int, bits: int) -> int:

@@ -35,7 +35,7 @@ TEMPLATE = str(Path(__file__).parent / "templates" / "card.md.j2")
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Describes a run for its model card.
+    """Facts of a run, for its model card.
 
     Attributes:
         recipe, settings, accelerator, layout, schedule: the run's; the layout is the last step's.

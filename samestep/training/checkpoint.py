@@ -82,7 +82,7 @@ ADAPTER = "adapter_model"
 WORKERS = "workers"
 """Part of a checkpoint with the state of the recipe's `communication`."""
 FROZEN = "frozen weights"
-"""What `fingerprint_frozen` is of, in messages."""
+"""Name in messages of the weights that `fingerprint_frozen` is of."""
 LATER_FIELDS = (
     "global_batch_size",
     "batch_schedule",
@@ -104,8 +104,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ON_HOST = StateDictOptions(cpu_offload=True)
 FORMAT = 4
 READABLE_FORMATS = (2, 3, FORMAT)
-"""In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the model. Before format 4,
-adapters are in model.safetensors, by their names in peft's model."""
+"""Formats that are read. In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the
+model. Before format 4, adapters are in model.safetensors, by their names in peft's model."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept beside the output folder: nowhere. What else there is enters by `samestep.training.ways`."""
+"""The places of checkpoints beside the output folder: none. What else there is enters by `samestep.training.ways`."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

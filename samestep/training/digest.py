@@ -31,15 +31,15 @@ def combine(record: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest("".join(pairs).encode())
 
 
-def machine_kind() -> str:
+def machine_kind(cpuinfo: Path = CPUINFO) -> str:
     """Name the kind of machine on which the same CPU kernels run: torch's version, the CPU's name, its instructions.
 
     torch, MKL and oneDNN choose kernels by the CPU's flags, so that results on machines of two kinds differ in rounding. The
     number of threads decides, too, and is not in the name. Where there is no /proc/cpuinfo the name has no flags.
     """
     fields: dict[str, str] = {}
-    if CPUINFO.exists():
-        for line in CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines():  # the first core's
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0].splitlines():  # the first core's
             name, _, value = line.partition(":")
             fields[name.strip()] = value.strip()
     names = [fields[name] for name in ("vendor_id", "model name") if name in fields] or [platform.machine()]

@@ -114,7 +114,7 @@ def _evaluate(
 
 
 class Evaluation(NamedTuple):
-    """Holds the sums over held-out data, or a source of it, before metrics are made of them.
+    """Facts of held-out data, or of a source of it, before metrics are made of them.
 
     Attributes:
         totals: float64 [3, terms], see `evaluate`.

@@ -1,4 +1,4 @@
-"""Finds the largest micro-batch that fits into memory, and the fastest one, by trying them before the first step.
+"""The trials before the first step, which find the largest micro-batch that fits into memory, and the fastest one.
 
 Memory is tried with the largest micro-batch there can be, samples of the greatest length; speed with the samples of a step. The
 results concern the hardware only: whatever they are, the step is the same.

@@ -24,6 +24,17 @@ def plot_training(
     title: str,
     noises: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
+    """Return the PNG file of `draw_training`, which has the same arguments."""
+    return _png(draw_training(steps, evaluations, terms, title, noises))
+
+
+def draw_training(
+    steps: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    terms: Sequence[str],
+    title: str,
+    noises: Sequence[Mapping[str, Any]] = (),
+) -> Any:
     """Draw the losses of a training over its steps, a panel for each that differs from the others, and the metrics beside; the
     noise scale of its gradient, too, where that was measured.
 
@@ -37,7 +48,7 @@ def plot_training(
         noises: lines of noise.jsonl, in order.
 
     Returns:
-        The PNG file's content.
+        The figure, of matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -90,7 +101,7 @@ def plot_training(
             axes.legend(fontsize="small")
     if layers:
         _plot_layers(grid[num_panels - 1], layers, max(line["samples"] for line in noises))
-    return _png(figure)
+    return figure
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -147,6 +158,13 @@ def _plot_layers(axes: Any, layers: Mapping[str, batch_size.Estimate], batch: in
 def plot_predictions(
     pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str], num_held_out: int | None = None
 ) -> bytes:
+    """Return the PNG file of `draw_predictions`, which has the same arguments."""
+    return _png(draw_predictions(pictures, labels, predictions, num_held_out))
+
+
+def draw_predictions(
+    pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str], num_held_out: int | None = None
+) -> Any:
     """Draw images with their predicted labels: wrong predictions first, then right ones, at most 16 of each.
 
     Args:
@@ -155,7 +173,7 @@ def plot_predictions(
         num_held_out: images of which these are some; None: these are all.
 
     Returns:
-        The PNG file's content.
+        The figure, of matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -180,10 +198,15 @@ def plot_predictions(
             text = predictions[place] if kind == "right" else f"{predictions[place]} (is {labels[place]})"
             panel.set_title(text, fontsize="small", color=OUTCOMES[kind])
         first += num_rows[kind]
-    return _png(figure)
+    return figure
 
 
 def plot_confusion(counts: np.ndarray, names: Sequence[str]) -> bytes:
+    """Return the PNG file of `draw_confusion`, which has the same arguments."""
+    return _png(draw_confusion(counts, names))
+
+
+def draw_confusion(counts: np.ndarray, names: Sequence[str]) -> Any:
     """Draw a confusion matrix: a row per true class, coloured by its shares; with numbers for up to 20 classes.
 
     Args:
@@ -191,7 +214,7 @@ def plot_confusion(counts: np.ndarray, names: Sequence[str]) -> bytes:
         names: name of each class; long ones are shortened.
 
     Returns:
-        The PNG file's content.
+        The figure, of matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -215,7 +238,7 @@ def plot_confusion(counts: np.ndarray, names: Sequence[str]) -> bytes:
             colour = "0.7" if not count else "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, str(count), ha="center", va="center", fontsize="small", color=colour)
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
-    return _png(figure)
+    return figure
 
 
 def _png(figure: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""How the gradients of a step's micro-batches, on all processes, become the step's gradient: one class for each way.
+"""The ways in which gradients of micro-batches, on all processes, become the step's gradient: one class for each way.
 
 `Reduction` is the usual way, and says all that a run asks of any. `ExactSums` is --reproducible. What else there is enters by
 `samestep.training.ways`. A run has one reduction, and never asks which one it is.

@@ -5,7 +5,7 @@ a transformers that is newer, is refused unless it has its default.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import TrainingArguments
@@ -102,16 +102,24 @@ REFUSED: dict[str, Callable[[Any], str | None]] = {
     ),
     "accelerator_config": _find_problem_of_loaders,
 }
-"""What forbids a value of a setting, with the remedy; None: nothing."""
+"""Reasons that forbid a value of a setting, with the remedy; None: nothing."""
 
 
 def _get_default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def find_setting_problems(arguments: TrainingArguments) -> list[str]:
-    """Find the settings that would make a step depend on its cut: a line for each."""
-    known = {*HANDLED, *REFUSED, *" ".join(NO_EFFECT.values()).split()}
+KNOWN = frozenset([*HANDLED, *REFUSED, *" ".join(NO_EFFECT.values()).split()])
+"""Names of all settings that were looked at."""
+
+
+def find_setting_problems(arguments: TrainingArguments, known: Collection[str] = KNOWN) -> list[str]:
+    """Find the settings that would make a step depend on its cut: a line for each.
+
+    Args:
+        arguments: of a trainer.
+        known: settings of which others are refused unless they have their default.
+    """
     problems = []
     for field in dataclasses.fields(TrainingArguments):
         value = getattr(arguments, field.name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from common import ROOT, count_samples, launch_environment, model_of
 from forked import Server
+from hooks import call_after_forward
 
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
@@ -36,17 +37,14 @@ sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv
 
 
 @contextlib.contextmanager
-def limit_memory(monkeypatch, program: str, num_samples, grad_only: bool = True):
+def limit_memory(program: str, num_samples):
     """Let micro-batches of more than `num_samples()` samples run out of memory."""
-    forward = model_of(program).forward
 
-    def limited(self, **micro_batch):
+    def fail(model, outputs, **micro_batch):
         if torch.is_grad_enabled() and count_samples(micro_batch) > num_samples():
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, **micro_batch)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model_of(program), "forward", limited)
+    with call_after_forward(model_of(program), fail):
         yield
 
 

@@ -19,7 +19,6 @@ from samestep.errors import exit_code
 from samestep.models import bert_pretraining, gpt2_pretraining
 from samestep.step import accumulate, losses
 from samestep.training import launch
-from stepplan.memory import model_from_recipe, planned_memory
 
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES = 12
@@ -134,6 +133,8 @@ def plan_more(
     num_processes: int, *, kind: str, precision: str, gather: str, k: int, shape: dict, recomputed: bool = False
 ) -> int:
     """Plan what `measure` calls peak: the bytes of a micro-batch, over parameters, gradients and moments."""
+    from stepplan.memory import model_from_recipe, planned_memory  # here: a room that may be missing
+
     layout = solve_layout(num_processes=num_processes, global_batch_size=NUM_SAMPLES, gradient_accumulation_steps=k)
     planned = planned_memory(
         model_from_recipe(small(kind, shape["num_layers"], vocab_size=shape["vocab_size"])),

@@ -26,7 +26,7 @@ MAX_HALF_WIDTH = 0.5
 MIN_CHANGE = 0.1
 """Changes of the batch below this share of it are not worth a recipe."""
 WIDTHS = 9, 22, 7, 4, 8, 16
-"""Of the columns of the table of batches."""
+"""Widths of the columns of the table of batches."""
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)
 """Batches that the table shows, over the one in use, beside the advised one."""
 LIMITS = (

@@ -127,7 +127,7 @@ class PowerSgd(Exchange):
 
 
 class TopK(Exchange):
-    """Of each worker's gradient and error the numbers of largest magnitude in each tensor; the rest is its next error.
+    """The numbers of largest magnitude in each tensor of a worker's gradient and error; the rest is its next error.
 
     The workers' numbers are added up in the order of the workers, on every process.
 

@@ -1,4 +1,4 @@
-"""What the algorithms of `recipe.communication` have in common: which workers a process computes, and what a checkpoint keeps.
+"""Common parts of the algorithms of `recipe.communication`: the workers of a process, and the state that a checkpoint keeps.
 
 Each takes the place of DistributedDataParallel: gradients stay on a process until the exchange, which is one for the whole
 model, so that no bucket and no number of processes decides what is computed.

@@ -52,9 +52,9 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Of every answer: browsers keep none, show none inside another page, and take none for what it does not say it is."""
+"""Headers of every answer: browsers keep none, show none inside another page, and take none for what it does not say it is."""
 OWN_NAMES = re.compile(r"(localhost|127\.0\.0\.1)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
-"""What a browser calls the server of the page."""
+"""Names by which a browser calls the server of the page."""
 NOTHING = "default-src 'none'; frame-ancestors 'none'"
 """Policy of an answer that is no page."""
 _LINES = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": "16", "Content-Security-Policy": NOTHING}
@@ -295,7 +295,7 @@ def make_readers(folders: Sequence[str]) -> list[RunReader]:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits what one client may take of the server of the page.
+    """The limits of one client of the page's server.
 
     Attributes:
         seconds: for its request, and again for its answer, however slowly the bytes go.

@@ -1,4 +1,4 @@
-"""What recipes of BERT-like encoders share."""
+"""The fields that recipes of BERT-like encoders share."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ from samestep.recipe.settings import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertRecipe(Recipe):
-    """What recipes that train a BERT share: how text becomes samples, and the model's shape."""
+    """The fields that recipes of a BERT share: how text becomes samples, and the model's shape."""
 
     # Data
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)

@@ -36,9 +36,9 @@ COLUMNS = {
     "tools": ("tools",),
     "label": ("label",),
 }
-"""What a column of conversations holds -> its names."""
+"""Contents of a column of conversations -> its names."""
 UNUSED = "unused"
-"""What `columns` calls a column that is not read."""
+"""Name in `columns` of a column that is not read."""
 DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
 """Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")

@@ -1,4 +1,4 @@
-"""What recipes of causal language models share, whatever their architecture is called."""
+"""The fields that recipes of causal language models share, whatever their architecture is called."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What recipes of images share."""
+"""The fields that recipes of images share."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,7 +14,7 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
-    """What recipes that learn from images share: SGD beside AdamW, the size of an image, the normalisation."""
+    """The fields that recipes of images share: SGD beside AdamW, the size of an image, the normalisation."""
 
     unit: ClassVar[str] = "image"
     extra: ClassVar[str | None] = "images"

@@ -1,4 +1,4 @@
-"""What recipes that pretrain on documents share."""
+"""The fields that recipes of pretraining on documents share."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,7 +12,7 @@ MUON = ("muon_learning_rate", "muon_momentum", "muon_weight_decay")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextPretraining(Recipe):
-    """What recipes that pretrain on documents share: where the text is, what is held out, the vocabulary."""
+    """The fields that recipes of pretraining on documents share: where the text is, what is held out, the vocabulary."""
 
     extra: ClassVar[str | None] = "text"
 
@@ -68,7 +68,7 @@ class TextPretraining(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalPretraining(TextPretraining):
-    """What recipes that pretrain by next tokens share: how documents become samples."""
+    """The fields that recipes of pretraining by next tokens share: how documents become samples."""
 
     # Data
     tokenizer: str = setting(

@@ -1,8 +1,8 @@
 """Training speed beside what others use: real tokens (or images) per second of every program on every workload.
 
     make bench                                          # everything; hours on 2 cores
-    python benchmarks/run.py --only classifier --precisions bf16 --rounds 3
-    python benchmarks/run.py --only shakespeare --nanogpt CHECKOUT --shakespeare input.txt
+    python benchmarks/bench.py --only classifier --precisions bf16 --rounds 3
+    python benchmarks/bench.py --only shakespeare --nanogpt CHECKOUT --shakespeare input.txt
 
 Same model class, shape, samples, global batch, precision, learning rate, clipping and threads; every program as its users
 run it (benchmarks/peers/, a file each), in a process of its own. The programs of a workload and a precision are started
@@ -196,24 +196,26 @@ def rate(stamps: list[Stamp], turn: Turn) -> float:
     return sum(stamp.units for stamp in whole) / (whole[-1].time - first.time)
 
 
-def running_means(stamps: list[Stamp]) -> list[float]:
-    """Compute the mean loss of every `WINDOW` steps in a row."""
+def running_means(stamps: list[Stamp], window: int = WINDOW) -> list[float]:
+    """Compute the mean loss of every `window` steps in a row."""
     losses = [stamp.loss for stamp in stamps]
-    return [statistics.mean(losses[start : start + WINDOW]) for start in range(len(losses) - WINDOW + 1)]
+    return [statistics.mean(losses[start : start + window]) for start in range(len(losses) - window + 1)]
 
 
-def times_to_loss(stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]]) -> dict[str, Any] | None:
+def times_to_loss(
+    stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]], window: int = WINDOW
+) -> dict[str, Any] | None:
     """Find the loss that all programs reached, and when each did: its own seconds, seconds since its first step, its steps.
 
     None where a program has taken too few steps.
     """
-    means = {title: running_means(series) for title, series in stamps.items()}
+    means = {title: running_means(series, window) for title, series in stamps.items()}
     if not all(means.values()):
         return None
     value = math.ceil(1000 * max(min(values) for values in means.values())) / 1000
     result: dict[str, Any] = {"loss": value, "programs": {}}
     for title, values in means.items():
-        place = next(number for number, mean in enumerate(values) if mean <= value) + WINDOW - 1
+        place = next(number for number, mean in enumerate(values) if mean <= value) + window - 1
         seconds, first = (running_time(turns[title], stamps[title][step].time) for step in (place, 0))
         result["programs"][title] = {"seconds": seconds, "training": seconds - first, "steps": place + 1}
     return result
@@ -301,7 +303,7 @@ def main() -> None:
         parser.error("; ".join(missing))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
     rows = harness.read_other_rows(arguments.output, "rows", "workload", [])
-    words = ["python", "benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]
+    words = ["python", "benchmarks/bench.py", *(Path(word).name for word in sys.argv[1:])]
     about = harness.about(" ".join(words), ("torch", "transformers", "accelerate", "lightning"), arguments.threads)
     origin = {"command": about["command"], "machine": harness.provenance(about)}
     with tempfile.TemporaryDirectory() as folder:
@@ -374,7 +376,7 @@ def markdown(results: dict) -> str:
         text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(choice_heads, choices)}\n"
     text += f"Data:\n\n{table('workload | samples', data)}\n{REMARKS}\n"
     text += "".join(f"{line}\n" for line in commands)
-    return harness.page("Training speed beside other programs", "run.py", {"command": "make bench"}, text)
+    return harness.page("Training speed beside other programs", "bench.py", {"command": "make bench"}, text)
 
 
 def _to_loss(result: dict[str, float]) -> str:

@@ -1,0 +1,63 @@
+"""Watches or changes what a model computes, whoever makes the model, by torch's own hooks."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+
+
+@contextlib.contextmanager
+def call_after_forward(module_class: type[nn.Module], act: Callable[..., Any]) -> Iterator[None]:
+    """Call act(module, outputs, **inputs by name) behind each forward of a class of modules.
+
+    What it returns takes the place of the outputs, unless it is None; what it raises is raised by the forward.
+    """
+
+    def hook(module: nn.Module, _: tuple, inputs: dict[str, Any], outputs: Any) -> Any:
+        return act(module, outputs, **inputs) if isinstance(module, module_class) else None
+
+    handle = register_module_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Watch(TorchFunctionMode):
+    """Calls act(*arguments, **keywords) in the place of a function of torch, which itself is the first argument.
+
+    Args:
+        function: as torch.addmm, F.log_softmax or torch.Tensor.pin_memory.
+        act: makes the result.
+    """
+
+    def __init__(self, function: Callable[..., Any], act: Callable[..., Any]):
+        super().__init__()
+        self.function, self.act = function, act
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        return (
+            self.act(function, *arguments, **keywords)
+            if function is self.function
+            else function(*arguments, **keywords)
+        )
+
+
+class StepCount:
+    """Counts the steps that all optimizers of this process have taken since it was made; a context manager."""
+
+    def __enter__(self) -> "StepCount":
+        self.value = 0
+        self._handle = register_optimizer_step_post_hook(self._count)
+        return self
+
+    def _count(self, *_: object) -> None:
+        self.value += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
