@@ -5,7 +5,7 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.recipe.communication import count_sent_bytes, describe
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 from stepplan.convnet import ConvNet
 from stepplan.costs import Terms, describe_costs
 from stepplan.decoder import Decoder
@@ -163,7 +163,7 @@ def _describe_communication(workload: Workload) -> str | None:
 
 def _warn_of_communication(workload: Workload, num_processes: int) -> list[str]:
     """Say what `_describe_communication` does, and whether there are more processes than workers."""
-    refusal = find_refusal(communication=workload.communication, num_processes=num_processes)
+    refusal = find_refusal(exchange=workload.communication, num_processes=num_processes)
     return [str(text) for text in (refusal, _describe_communication(workload)) if text is not None]
 
 

@@ -16,7 +16,7 @@ from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 from samestep.recipe.communication import count_sent_bytes, parse
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 from samestep.training.checkpoint import checkpoints, read
 
 KINDS = {
@@ -107,8 +107,8 @@ def test_settings_that_suit_the_exchanges():
     "launch", [{"is_sharded": True}, {"mixed_precision": "fp16"}, {"num_processes": 5, "mixed_precision": "bf16"}]
 )
 def test_launches_that_exclude_it(launch):
-    assert str(find_refusal(communication=parse(KINDS["diloco"]), **launch)).startswith("communication is diloco of 4")
-    assert find_refusal(communication=parse(KINDS["diloco"]), num_processes=4, mixed_precision="bf16") is None
+    assert str(find_refusal(exchange=parse(KINDS["diloco"]), **launch)).startswith("communication is diloco of 4")
+    assert find_refusal(exchange=parse(KINDS["diloco"]), num_processes=4, mixed_precision="bf16") is None
 
 
 # --------------------------------------------------------------------------------------------------------- the algorithms

@@ -172,7 +172,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(scripts, corpus, tmp_path, 
 
 
 def test_no_compiler_is_said_at_once(train, monkeypatch):
-    monkeypatch.setattr("samestep.recipe.run_settings.which", lambda name: None)
+    monkeypatch.setattr("samestep.recipe.exclusions.runs.which", lambda name: None)
     with pytest.raises(UsageError, match=r"torch_compile is true, but there is no C\+\+ compiler"):
         train("run", SMALL + " --torch_compile")
 

@@ -36,7 +36,6 @@ from samestep.printing import fold
 from samestep.recipe import rehearsal, run_settings
 from samestep.recipe.batch_schedule import parse
 from samestep.recipe.batch_size import Measurement
-from samestep.recipe.launches import find_refusal
 from samestep.recipe.ramp import NoiseFollower
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import drop_flags
@@ -90,18 +89,10 @@ class Run:
         interrupt.outlive_readers()
         quiet_libraries()
         self.output_dir = Path(self.settings.output_dir)
-        self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
+        self.accelerator = launch.create_accelerator(recipe=self.recipe, **self.settings.accelerator_options)
         self._say(*notes)
         if self.settings.rehearse:
             self._rehearse_own_kind(argv, task, description)
-        exchange, mixed_precision = self.recipe.exchange, self.accelerator.mixed_precision
-        if refusal := find_refusal(
-            communication=exchange,
-            mixed_precision=mixed_precision,
-            is_sharded=launch.is_sharded(self.accelerator),
-            num_processes=self.accelerator.num_processes,
-        ):
-            raise UsageError(str(refusal))
         self.reduction = choose_reduction(self.accelerator, self.recipe, self.settings)
         self.layout = solve_layout(
             num_processes=self.reduction.num_workers or self.accelerator.num_processes,
@@ -109,12 +100,6 @@ class Run:
             per_device_train_batch_size=host_memory.choose_batch_size(self.accelerator, self.recipe, self.settings),
             gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
         )
-        if refusal := find_refusal(
-            is_sharded=launch.is_sharded(self.accelerator),
-            optimizer=self.recipe.optimizer_name,
-            base_quantization=getattr(self.recipe, "base_quantization", None),
-        ):
-            raise UsageError(str(refusal))
         self.folder = report.open_output_dir(self.accelerator, self.settings)
         self.reduction.join(self.folder)
         self.store = open_store(self.accelerator, self.settings)

@@ -1,11 +1,13 @@
 """Recipes that pretrain any causal language model."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import Rule
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, WIDTH, limit, setting
-from samestep.recipe.tasks.decoder import SHAPE, find_problems_of_decoder
+from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
 
@@ -28,8 +30,7 @@ class CausalLmPretraining(CausalPretraining):
         "gets"
     )
 
-    def problems(self) -> list[str]:
-        return super().problems() + find_problems_of_decoder(self, "block_size")
+    rules: ClassVar[Sequence[Rule]] = list_decoder_rules("block_size")
 
     @property
     def small_shape(self) -> dict[str, Any]:
