@@ -1,7 +1,6 @@
 """How a recipe is run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
 
 import dataclasses
-import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from samestep.recipe.settings import (
     Parser,
     build,
     choice,
+    find_flag,
     limit,
     program_name,
     setting,
@@ -349,12 +349,15 @@ def parse(
     Raises:
         UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
     """
-    task = task if isinstance(task, str) else _choose_task(argv, task)
+    named, tasks = find_flag(argv, "recipe"), [task] if isinstance(task, str) else task
+    own = recipes.find_task(named) if named else None
+    task = tasks[0] if own is None or own not in tasks else own
     cls = recipes.TASKS[task]
     settings_class = cls.parts.find("settings")
     parser = Parser(program_name(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
     parser.add_settings(settings_class)
-    parser.add_settings(cls, _load_help_recipe(argv, task), "recipe")
+    shown = recipes.load(named, task=task) if named and {"-h", "--help"} & set(argv) else None
+    parser.add_settings(cls, shown, "recipe")
     flags = parser.parse(rename_old_flags(argv))
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
@@ -365,7 +368,7 @@ def parse(
     changes = {name: value for name, value in flags.items() if name not in names}
     recipe = pretrained_shape.load(run.recipe, changes, task=task, find_config=find_config, say=say)
     problems = find_problems(recipe, run)
-    if run.reproducible is not None and flags.get("speed") == "auto":
+    if run.reproducible is not None and flags.get("speed") == "auto":  # its default, too
         problems.append("reproducible is given, and speed is auto, which takes what is fastest here: set speed to safe")
     if problems:
         raise UsageError(problems)
@@ -373,8 +376,8 @@ def parse(
         run = dataclasses.replace(run, speed="safe", per_device_train_batch_size=run.reproducible)
     if trains_here:
         require_for_training(task, cls.extra, run)
-    recipe = recipe.rehearsed() if run.rehearse else recipe
-    return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+    run = dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+    return recipe.rehearsed() if run.rehearse else recipe, run
 
 
 def answer_early(argv: Sequence[str], task: str | Sequence[str], description: str) -> None:
@@ -395,25 +398,3 @@ def answer_early(argv: Sequence[str], task: str | Sequence[str], description: st
         recipe, _ = parse([*argv, "--rehearse", "false"], task, description)
         is_named = any(word.split("=")[0] == "--output_dir" for word in argv)
         sys.exit(exit_code(lambda: rehearsal.rehearse(argv, recipe, small, run.output_dir if is_named else None)))
-
-
-def _load_help_recipe(argv: Sequence[str], task: str) -> Recipe | None:
-    """Load the recipe whose values `--help` shows; None: no recipe in the flags, or no help asked for."""
-    name = _find_recipe(argv)
-    if name is None or not {"-h", "--help"} & set(argv):
-        return None
-    return recipes.load(name, task=task)
-
-
-def _choose_task(argv: Sequence[str], tasks: Sequence[str]) -> str:
-    """Choose the task of the recipe that the flags name; the first one if it is of none of these tasks."""
-    name = _find_recipe(argv)
-    task = None if name is None else recipes.find_task(name)
-    return tasks[0] if task is None or task not in tasks else task
-
-
-def _find_recipe(argv: Sequence[str]) -> str | None:
-    """Find the recipe that the flags name, before they are parsed; None: they name none."""
-    names = [following for word, following in itertools.pairwise([*argv, ""]) if word == "--recipe"]
-    names += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
-    return names[-1] if names else None

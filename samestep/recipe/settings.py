@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -240,6 +241,17 @@ def drop_flags(words: Sequence[str], flags: Iterable[str]) -> list[str]:
             is_dropped = word.removeprefix("--").partition("=")[0] in names
         kept += [] if is_dropped else [word]
     return kept
+
+
+def find_flag(argv: Sequence[str], name: str) -> str | None:
+    """Find the value that a command line gives a flag last, before flags are parsed; None: it does not give it.
+
+    >>> find_flag("--seed 1 --recipe a --recipe=b".split(), "recipe"), find_flag(["--recipe"], "seed")
+    ('b', None)
+    """
+    values = [following for word, following in itertools.pairwise([*argv, ""]) if word == f"--{name}"]
+    values += [word.removeprefix(f"--{name}=") for word in argv if word.startswith(f"--{name}=")]
+    return values[-1] if values else None
 
 
 class Parser(argparse.ArgumentParser):

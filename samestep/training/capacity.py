@@ -15,7 +15,7 @@ from huggingface_hub.constants import HF_HOME
 from samestep.errors import UsageError
 from samestep.recipe.reading import read_json
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_files import COUNT, NAME, POSITIVE, find_problems
+from samestep.recipe.run_fields import COUNT, NAME, POSITIVE, find_problems
 from samestep.recipe.run_settings import RunSettings
 
 FILE = Path(HF_HOME) / "samestep" / "capacity.json"

@@ -692,7 +692,7 @@ def prepare_lines(output_dir: Path, first_step: int, num_steps: int) -> None:
         num_steps: of the whole training.
 
     Raises:
-        UsageError: a line breaks a rule of `run_files.FIELDS`; all files are as they were.
+        UsageError: a line breaks a rule of `run_fields.FIELDS`; all files are as they were.
     """
     copies = {}
     for path in (path for name in LINES if (path := output_dir / name).exists()):
@@ -714,7 +714,7 @@ def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str,
     """Read the step lines and the evaluation lines of metrics.jsonl.
 
     Raises:
-        UsageError: a line breaks a rule of `run_files.FIELDS`.
+        UsageError: a line breaks a rule of `run_fields.FIELDS`.
     """
     lines = list(run_files.read_lines(output_dir / "metrics.jsonl"))
     return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]

@@ -23,10 +23,10 @@ RULES = [
     ),
     # A batch that grows
     Rule(
-        lambda f: (g := f.growth) and g.kind == "stages" and g.sizes[-1] != f.global_batch_size,
+        lambda f: (g := f.growth) and g.kind == "stages" and g.sizes[-1] != f.global_batch_size and g.sizes[-1],
         "batch_schedule is {f.batch_schedule!r}, but global_batch_size is {f.global_batch_size}, which is the largest "
         "batch",
-        "set it to {f.growth.sizes[-1]}",
+        "set it to {found}",
     ),
     Rule(
         lambda f: (g := f.growth) and g.kind != "stages" and g.sizes[0] >= f.global_batch_size,
