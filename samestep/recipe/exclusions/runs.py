@@ -26,6 +26,11 @@ RULES = [
         f"leave it out, or {MULTI_GPU}",
     ),
     Rule(
+        lambda f: f.replicate_checkpoints and f.is_sharded,
+        "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint",
+        "leave it out, and give an output_dir that all machines see",
+    ),
+    Rule(
         lambda f: f.noise_scale_steps is not None and f.is_sharded,
         "noise_scale_steps is {f.noise_scale_steps}, but the launch file shards weights (FSDP), whose gradients are "
         "reduced before hooks see them",
