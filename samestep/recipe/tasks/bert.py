@@ -1,11 +1,10 @@
 """What recipes of BERT-like encoders share."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.rules import Rule, is_at_most, is_multiple
+from samestep.recipe.rules import is_at_most, is_multiple, rows
 from samestep.recipe.settings import (
     ACTIVATIONS,
     FRACTION,
@@ -45,7 +44,7 @@ class BertRecipe(Recipe):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         is_multiple("hidden_size", "num_attention_heads"),
         is_at_most("max_seq_length", "max_position_embeddings"),
     )

@@ -1,11 +1,10 @@
 """Recipes that train a reader of captchas."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import POSITIVE, WIDTH, limit, setting
 from samestep.recipe.tasks.images import STAGES, ImageRecipe
 
@@ -20,7 +19,7 @@ class CaptchaRecognition(ImageRecipe):
     conv_channels: tuple[int, ...] = setting("channels of each convolution", STAGES)
     hidden_size: int = setting("width of the layer between the convolutions and the heads", WIDTH)
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         Rule(
             lambda f: min(f.conv_channels, default=0) < 1,
             "conv_channels {f.conv_channels} must be positive numbers, at least one",

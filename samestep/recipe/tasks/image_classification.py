@@ -1,11 +1,10 @@
 """Recipes that train a ResNet to classify images."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule, each
+from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, WIDTH, choice, setting
 from samestep.recipe.tasks.images import STAGES, ImageRecipe
 
@@ -48,7 +47,7 @@ class ImageClassification(ImageRecipe):
     hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
     depths: tuple[int, ...] = setting("blocks of each stage", BLOCKS)
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         Rule(
             lambda f: f.validation_dir is not None and f.train_dir is None,
             "validation_dir is {f.validation_dir}, but train_dir is not set",

@@ -1,11 +1,10 @@
 """What recipes of images share."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.rules import Rule, belongs_to
+from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, PIXELS, POSITIVE, choice, setting
 
 STAGES = (
@@ -51,7 +50,7 @@ class ImageRecipe(Recipe):
         "batch normalisation by statistics of the whole step, however it is cut: exact, and 9 times slower and more"
     )
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         *belongs_to("sgd", "sgd_momentum"),
         *belongs_to("adamw", "adam_beta1", "adam_beta2", "adam_epsilon"),
         Rule(

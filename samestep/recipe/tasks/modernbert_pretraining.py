@@ -1,11 +1,10 @@
 """Recipes that pretrain a ModernBERT."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule, is_at_most
+from samestep.recipe.rules import Rule, is_at_most, rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, PROBABILITY, WIDTH, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
@@ -37,7 +36,7 @@ class ModernBertPretraining(TextPretraining):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         Rule(
             lambda f: f.hidden_size % (2 * f.num_attention_heads),
             "hidden_size {f.hidden_size} is not an even multiple of num_attention_heads {f.num_attention_heads}",

@@ -1,11 +1,10 @@
 """Recipes that fine-tune a classifier of texts."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, setting
 from samestep.recipe.tasks.bert import BertRecipe
 
@@ -40,7 +39,7 @@ class TextClassification(BertRecipe):
     freeze_embeddings: bool = setting("leave the embeddings as they are")
     metrics: tuple[str, ...] = setting("metrics of the held-out texts: ours, or of the hub", decides=False)
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         Rule(
             lambda f: f.freeze_embeddings and f.model_name_or_path is None,
             "freeze_embeddings is true, but model_name_or_path is not set",

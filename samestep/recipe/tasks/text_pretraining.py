@@ -1,11 +1,10 @@
 """What recipes that pretrain on documents share."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.rules import Rule, belongs_to
+from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, VOCABULARY, choice, setting
 
 
@@ -51,7 +50,7 @@ class TextPretraining(Recipe):
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         *belongs_to("muon", "muon_learning_rate", "muon_momentum", "muon_weight_decay"),
         Rule(
             lambda f: f.optimizer == "muon" and f.accumulation == "optimizer",
@@ -74,7 +73,7 @@ class CausalPretraining(TextPretraining):
     packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
     document_mask: bool = setting("attention and positions stay inside a document of a block")
 
-    rules: ClassVar[Sequence[Rule]] = (
+    rules = rows(
         Rule(
             lambda f: f.document_mask and not f.packing,
             "document_mask is true, but without packing a sample never holds two documents",
