@@ -30,7 +30,6 @@ from samestep.recipe.settings import (
     setting,
 )
 
-URL = ("must begin with a protocol: s3://BUCKET/FOLDER, file:///mnt/FOLDER", lambda value: "://" in value)
 MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10**6)
 
 
@@ -127,7 +126,7 @@ class RunSettings:
     checkpoint_store: str | None = setting(
         "folder, as fsspec names it (s3://BUCKET/FOLDER, gs://..., file:///mnt/...), to which each checkpoint is copied in the "
         "background, and from which resume_from_checkpoint latest brings newer ones; none: no copies",
-        URL,
+        ("must begin with a protocol: s3://BUCKET/FOLDER, file:///mnt/FOLDER", lambda value: "://" in value),
         default=None,
     )
     replicate_checkpoints: bool = setting(
@@ -396,5 +395,5 @@ def answer_early(argv: Sequence[str], task: str | Sequence[str], description: st
     small, run = parsed[0]
     if run.rehearse and rehearsal.SESSION not in os.environ:
         recipe, _ = parse([*argv, "--rehearse", "false"], task, description)
-        is_named = any(word.split("=")[0] == "--output_dir" for word in argv)
-        sys.exit(exit_code(lambda: rehearsal.rehearse(argv, recipe, small, run.output_dir if is_named else None)))
+        folder = run.output_dir if find_flag(argv, "output_dir") else None
+        sys.exit(exit_code(lambda: rehearsal.rehearse(argv, recipe, small, folder)))
