@@ -159,7 +159,10 @@ def communication() -> str:
 
 def rules() -> str:
     """Make the table of what excludes what; values that a message names are dots."""
-    texts = ((re.sub(r"{[^}]*}", "...", text) for text in (rule.reason, rule.remedy)) for rule in RULES)
+    # No backquotes: what stands in them is taken for a whole command
+    texts = (
+        (re.sub(r"{[^}]*}", "...", text).replace("`", '"') for text in (rule.reason, rule.remedy)) for rule in RULES
+    )
     return table("refused | instead", [[reason, remedy or "-"] for reason, remedy in texts])
 
 
