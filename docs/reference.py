@@ -210,6 +210,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/planner.md", "examples"): examples,
     ("docs/support.md", "support"): support.support,
     ("docs/support.md", "communication"): support.communication,
+    ("docs/support.md", "rules"): support.rules,
     ("docs/hardware.md", "launch files"): support.launch_files,
     **{(page, task): functools.partial(support.make_catalog, task) for task, page in TASK_PAGES.items()},
 }

@@ -1,5 +1,6 @@
 """Makes the tables of what is supported, of launch files and of recipes, from the code's own rules and the planner."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import TASKS, catalog_names, load
 from samestep.recipe.communication import Communication
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import RULES, find_refusal
 from stepplan.hardware import parse
 from stepplan.methods import METHODS
 from stepplan.placement import Placement, place
@@ -109,16 +110,15 @@ def describe_launch(
         precision: no, bf16 or fp16.
         is_sharded: whether weights are sharded (FSDP2).
     """
-    values = {"mixed_precision": precision, "is_sharded": is_sharded, "may_shard": settings.may_shard}
-    values |= {"accumulation": recipe.accumulation, "optimizer": recipe.optimizer_name}
-    values |= {"base_quantization": getattr(recipe, "base_quantization", None)}
-    refusal = find_refusal(**values)
+    launch = {"mixed_precision": precision, "is_sharded": is_sharded}
+    refusal = find_refusal(recipe, settings, **launch)
     if refusal is not None:
         return "refused", refusal.reason
     if recipe.estimates_second_moment or from_recipe(recipe).batch_normalization:
         return "not exact", None
     text = {"no": "exact", "bf16": "16-bit", "fp16": "16-bit, skips"}[precision]
-    return text + (", bits" if has_bits and find_refusal(**values, is_reproducible=True) is None else ""), None
+    has_bits = has_bits and find_refusal(recipe, dataclasses.replace(settings, reproducible=4), **launch) is None
+    return text + (", bits" if has_bits else ""), None
 
 
 def support() -> str:
@@ -155,6 +155,15 @@ def communication() -> str:
             [f"`--reduce_dtype {name}`", "any, other rounding", *("refused" if r else "not exact" for r in launches)]
         )
     return table(["communication", "processes", *HEADS], lines)
+
+
+def rules() -> str:
+    """Make the table of what excludes what; values that a message names are dots."""
+    # No backquotes: what stands in them is taken for a whole command
+    texts = (
+        (re.sub(r"{[^}]*}", "...", text).replace("`", '"') for text in (rule.reason, rule.remedy)) for rule in RULES
+    )
+    return table("refused | instead", [[reason, remedy or "-"] for reason, remedy in texts])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

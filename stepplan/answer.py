@@ -5,7 +5,7 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.recipe.communication import count_sent_bytes, describe
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 from stepplan.convnet import ConvNet
 from stepplan.costs import Terms, describe_costs
 from stepplan.decoder import Decoder

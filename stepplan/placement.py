@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from samestep.cut.layout import Layout, shares, solve_layout
 from samestep.errors import UsageError
-from samestep.recipe.launches import Refusal
 from samestep.recipe.reading import is_installed, read_yaml, shipped_folder
+from samestep.recipe.rules import Refusal
 from stepplan.convnet import ConvNet
 from stepplan.hardware import Hardware
 from stepplan.memory import Memory, count_trained

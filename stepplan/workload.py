@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.recipe.communication import Communication, count_kept_bytes
-from samestep.recipe.launches import Refusal, find_refusal
+from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.rules import Refusal
 from samestep.recipe.schedule import Schedule
 from samestep.recipe.step_plan import GrowingSchedule, plan_steps
 from samestep.recipe.tasks.images import ImageRecipe
@@ -99,16 +101,14 @@ class Workload:
 
     def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
-        accumulation = "gradient" if self.gradient_bytes else "optimizer"
-        return find_refusal(
-            mixed_precision=mixed_precision,
-            is_sharded=is_sharded,
-            may_shard=self.may_shard,
-            accumulation=accumulation,
-            optimizer=self.optimizer,
+        recipe = SimpleNamespace(
+            accumulation="gradient" if self.gradient_bytes else "optimizer",
+            optimizer_name=self.optimizer,
             base_quantization=self.base_quantization,
             communication=self.communication,
         )
+        settings = SimpleNamespace(may_shard=self.may_shard)
+        return find_refusal(recipe, settings, mixed_precision=mixed_precision, is_sharded=is_sharded)
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""

@@ -1,21 +1,17 @@
 """Programs whose gradients accumulate in the optimizer: any cut is the same step of SGD; what cannot be is refused or said."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from cases import thorough
 from common import metrics, model_of, tiny_argv
 from compare import parameters, relative
 from faults import train_with_code
-from torch import nn
 
-from samestep.contrib.folding import Folding
 from samestep.cut.layout import solve_layout
 from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings as run
 from samestep.recipe.catalog import load
-from samestep.step.optim import AccumulatingSGD
+from samestep.recipe.exclusions import find_refusal
 from samestep.training.checkpoint import read
 from stepplan.memory import model_from_recipe
 from stepplan.trace import trace_recipe
@@ -142,14 +138,16 @@ def test_what_cannot_be_is_refused(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scaler", "kind", "message"),
-    [(object(), "NO", "mixed_precision is fp16, where a step"), (None, "FSDP", "the launch file shards weights")],
+    ("launch", "message"),
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision is fp16, where a step"),
+        ({"is_sharded": True}, "the launch file shards weights"),
+    ],
 )
-def test_launches_that_cannot_be_are_refused(scaler, kind, message):
-    accelerator = SimpleNamespace(scaler=scaler, distributed_type=kind)
-    model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=f"accumulation is optimizer, but {message}"):
-        Folding(accelerator, None, None).prepare(model, AccumulatingSGD(model.parameters(), 0.1), {}, None)
+def test_launches_that_cannot_be_are_refused(launch, message):
+    recipe = load("gpt2_small_cpu", {"accumulation": "optimizer", "second_moment": "unbiased"})
+    assert find_refusal(recipe, **launch).reason.startswith(f"accumulation is optimizer, but {message}")
+    assert find_refusal(recipe, mixed_precision="bf16", is_sharded=False) is None
 
 
 @pytest.mark.parametrize(("name", "b"), [thorough("bert_base", 8), ("resnet50_imagenet_4xt4_b512", 2)])

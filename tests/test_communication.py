@@ -16,7 +16,7 @@ from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 from samestep.recipe.communication import Communication, count_sent_bytes
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 from samestep.training.checkpoint import checkpoints, read
 
 KINDS = {

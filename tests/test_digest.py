@@ -12,7 +12,8 @@ from torch import nn
 
 from samestep.contrib.digests import digest_gradients, digest_step
 from samestep.errors import UsageError
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
+from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.training import checkpoint, digest, launch
 
 FLAGS = "--global_batch_size 8 --per_device_train_batch_size 3 --digest_steps 2 "
@@ -113,7 +114,7 @@ def test_sharded_weights_are_refused(monkeypatch):
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"^digest_steps is 5, .* shards .*: leave it out, or") as error:
-        launch.create_accelerator(digest_steps=5)
+        launch.create_accelerator(settings=LanguageModelSettings(recipe="", digest_steps=5))
     assert len(error.value.problems) == 1
     assert find_refusal(is_sharded=True) is None
     assert find_refusal(digest_steps=5) is None

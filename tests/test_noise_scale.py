@@ -18,7 +18,7 @@ from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.recipe import batch_size, run_settings
 from samestep.recipe.catalog import TASKS
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 
 FLAGS = " --global_batch_size 16 --max_train_steps 8 --noise_scale_steps 2"
 

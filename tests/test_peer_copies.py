@@ -8,7 +8,7 @@ from common import tiny_argv
 from compare import same_weights, untimed_metrics
 from faults import train_with_code
 
-from samestep.recipe.run_files import TIMES
+from samestep.recipe.run_fields import TIMES
 from samestep.training.checkpoint import checkpoints
 
 MACHINE = """

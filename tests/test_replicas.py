@@ -22,7 +22,7 @@ from samestep.cut.order import Order
 from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 
 # ------------------------------------------------------------------------------------------------------------- the cut
 
@@ -272,7 +272,7 @@ def test_batch_normalisation_changes_before_the_commit(monkeypatch):
     ("launch", "field"),
     [
         ({"is_sharded": True, "num_processes": 4, "num_copies": 2}, "HSDP"),
-        ({"num_processes": 2}, "the launch has 2"),
+        ({"num_processes": 2, "is_sharded": False}, "the launch has 2"),
         ({"mixed_precision": "fp16"}, "mixed_precision is fp16"),
     ],
 )

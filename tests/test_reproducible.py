@@ -6,7 +6,7 @@ from compare import hash_run
 
 from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 from samestep.step.exact_sum import ExactSum
 from samestep.training import run as training_run
 
@@ -94,9 +94,9 @@ def test_what_depends_on_the_cut_is_refused(program, flags, field):
 
 
 def test_launches_that_are_refused():
-    assert find_refusal(is_reproducible=True, mixed_precision="bf16") is None
-    assert "fp16" in find_refusal(is_reproducible=True, mixed_precision="fp16").reason
-    assert "FSDP" in find_refusal(is_reproducible=True, is_sharded=True).reason
+    assert find_refusal(reproducible=4, mixed_precision="bf16") is None
+    assert "fp16" in find_refusal(reproducible=4, mixed_precision="fp16").reason
+    assert "FSDP" in find_refusal(reproducible=4, is_sharded=True).reason
 
 
 def test_a_checkpoint_of_other_bits_is_refused(train, tmp_path):

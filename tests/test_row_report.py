@@ -8,7 +8,7 @@ import pytest
 from samestep.data import row_report
 from samestep.data.row_report import Problem, RowReport
 from samestep.errors import UsageError
-from samestep.recipe.run_settings import rename_old_flags
+from samestep.recipe.other_names import rename_old_flags
 
 EMPTY = [Problem(f"a.csv:{line}", "text is empty: fill it in") for line in (3, 5, 8, 9)]
 ROLE = [Problem("b.csv:2", "turn 1: role is 'bot': rename it"), Problem("b.csv:7", "turn 30: role is 'x': rename it")]
@@ -63,7 +63,7 @@ def test_problems_and_unused_columns_of_a_table():
 
 
 def test_old_flags_are_read(capsys, monkeypatch):
-    monkeypatch.setattr("samestep.recipe.run_settings._announced", set())
+    monkeypatch.setattr("samestep.recipe.other_names._announced", set())
     new = ["--on_bad_row", "refuse", "--seed", "stop"]
     assert rename_old_flags(["--on_bad_sample", "stop", "--seed", "stop"]) == new
     assert rename_old_flags(["--on_bad_sample=skip"]) == ["--on_bad_row=skip"]

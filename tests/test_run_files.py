@@ -6,7 +6,7 @@ import os
 import pytest
 
 from samestep.errors import UsageError
-from samestep.recipe import run_files
+from samestep.recipe import run_fields, run_files
 from samestep.training import output_folder
 
 
@@ -165,8 +165,8 @@ def test_what_runs_write_obeys_the_rules(train):
     """Every file of lines of a training, and its settings and state."""
     flags = "--global_batch_size 8 --record_samples --digest_steps 1 --noise_scale_steps 2 --eval_steps 5"
     folder = train("run", f"{flags} --checkpointing_steps 5")
-    for name in run_files.FIELDS:
+    for name in run_fields.FIELDS:
         assert list(run_files.read_lines(folder / name)), name
     assert run_files.read_settings(folder / "settings.json")["num_steps"] == 10
     (state, *_) = sorted(folder.glob("checkpoint-*/state.json"))
-    assert not run_files.find_problems(json.loads(state.read_text()), run_files.STATE)
+    assert not run_fields.find_problems(json.loads(state.read_text()), run_fields.STATE)

@@ -68,8 +68,8 @@ def sharded(request, measure):
 def test_the_flag_reaches_the_accelerator(tmp_path):
     for flags, gather in (("", "bf16"), (" --fsdp_gather fp32", "fp32")):
         argv = f"--recipe gpt2_small_cpu --output_dir {tmp_path}{flags}".split()
-        options = run_settings.parse(argv, "gpt2_pretraining", "")[1].accelerator_options
-        assert (options["fsdp_gather"], options["may_shard"]) == (gather, True)
+        settings = run_settings.parse(argv, "gpt2_pretraining", "")[1]
+        assert (settings.accelerator_options["fsdp_gather"], settings.may_shard) == (gather, True)
 
 
 def flat(result: dict) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from samestep.data import captchas, images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm
-from samestep.recipe import run_settings
+from samestep.recipe import other_names
 from samestep.recipe.catalog import load
 
 PROGRAMS = ["train_image_classifier", "train_captcha"]
@@ -212,7 +212,7 @@ def test_another_head_starts_anew_and_another_body_is_refused(classify, folder):
 
 def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys, monkeypatch):
     """The flag's old name is still read, and named once."""
-    monkeypatch.setattr(run_settings, "_announced", set())
+    monkeypatch.setattr(other_names, "_announced", set())
     (folder / "dark" / "bad.png").write_bytes(b"no image")
     with pytest.raises(
         UsageError, match=r"1 of 17 images cannot be decoded: dark/bad.png \(not an image\): mend or remove"

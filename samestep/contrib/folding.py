@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 from samestep.contrib.optim.folding import Accumulating
-from samestep.errors import UsageError
-from samestep.recipe.launches import find_refusal
 from samestep.recipe.step_plan import explain_accumulation
 from samestep.training.checkpoint import State
-from samestep.training.launch import is_sharded
 from samestep.training.recovery import Attempt
 from samestep.training.reduction import Unrepeatable
 
@@ -31,11 +28,6 @@ class Folding(Unrepeatable):
         start: State,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         assert isinstance(optimizer, Accumulating)
-        precision = "no" if self.accelerator.scaler is None else "fp16"
-        if refusal := find_refusal(
-            mixed_precision=precision, is_sharded=is_sharded(self.accelerator), accumulation="optimizer"
-        ):
-            raise UsageError(str(refusal))
         self.optimizer = optimizer
         model = self.accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
         wrapped_optimizer = self.accelerator.prepare(optimizer)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from samestep.recipe.run_files import TIMES
+from samestep.recipe.run_fields import TIMES
 from samestep.training.parts import Part
 from samestep.training.report import round_to_6
 from samestep.training.run import Run

@@ -66,6 +66,26 @@ def require(extra: str | None, purpose: str) -> None:
         raise _missing(purpose, missing, "" if extra is None else f' (extra "{extra}")')
 
 
+def require_for_training(task: str, extra: str | None, settings: Any) -> None:
+    """Check that what a training imports is installed.
+
+    Args:
+        task: of the recipe.
+        extra: the task's, as of `require`.
+        settings: of the run.
+
+    Raises:
+        UsageError: some is not.
+    """
+    require(None, f"the task {task}")
+    if settings.fault_tolerance == "step":
+        require("replicas", "fault_tolerance step")
+    if extra is not None:
+        require(extra, f"the task {task}")
+    if settings.report_to != "none" and find_spec(settings.report_to) is None:
+        raise UsageError(f"report_to is {settings.report_to}, which is not installed: pip install {settings.report_to}")
+
+
 @contextlib.contextmanager
 def remedy_for_dependencies(purpose: str) -> Iterator[None]:
     """Turn the failed import of a dependency into a `UsageError`: commands need few of them, a plan no torch."""

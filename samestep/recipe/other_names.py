@@ -1,6 +1,11 @@
-"""Answers flags of other training programs, Hugging Face's above all, by what they are called, or decided by, here."""
+"""Answers flags of other training programs, Hugging Face's above all, by what they are called, or decided by, here.
 
-from collections.abc import Container
+And our own flags of earlier versions.
+"""
+
+import os
+import sys
+from collections.abc import Container, Sequence
 
 _LENGTH = "max_seq_length block_size seq_len"
 _CHECKPOINTS = "checkpointing_steps"
@@ -184,3 +189,31 @@ def explain(name: str, flags: Container[str]) -> str | None:
     if valid := [f"--{synonym}" for synonym in synonyms if synonym in flags]:
         return f"did you mean {' or '.join(valid)}?"
     return ELSEWHERE.get(name)
+
+
+OLD_FLAGS = {"on_bad_sample": ("on_bad_row", {"stop": "refuse"})}
+"""Flag that will go in 0.2 -> its name today, and values that are called otherwise today."""
+
+_announced: set[str] = set()  # old flags that this process has named: flags are parsed several times
+
+
+def rename_old_flags(argv: Sequence[str]) -> list[str]:
+    """Write flags of `OLD_FLAGS` by their names of today, with a line on stderr for each.
+
+    >>> rename_old_flags(["--on_bad_row", "skip"])
+    ['--on_bad_row', 'skip']
+    """
+    words, values = [], {}
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in OLD_FLAGS:
+            new, values = OLD_FLAGS[name]
+            if name not in _announced and os.environ.get("RANK", "0") == "0":
+                _announced.add(name)
+                print(f"--{name} is --{new} now, and will go in 0.2: write --{new}", file=sys.stderr)
+            word = f"--{new}{equals}{values.get(value, value)}"
+            values = {} if equals else values
+        elif values:
+            word, values = values.get(word, word), {}
+        words.append(word)
+    return words

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,8 @@ from samestep.errors import UsageError
 from samestep.recipe import scaling, schedule
 from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.communication import Communication
-from samestep.recipe.reading import format_value
+from samestep.recipe.exclusions import find_problems
+from samestep.recipe.rules import Rule
 from samestep.recipe.settings import (
     BATCH,
     FRACTION,
@@ -93,11 +94,13 @@ class Recipe:
         unit: unit in which the length of its samples is counted.
         parts: what trains it, see `register`.
         extra: extra of the installation that its training needs (`samestep.recipe.extras`); None: none.
+        rules: between fields that only these recipes have, beside those of the classes that it inherits from.
     """
 
     unit: ClassVar[str] = "token"
     parts: ClassVar[Parts]
     extra: ClassVar[str | None] = None
+    rules: ClassVar[Sequence[Rule]] = ()
 
     # What it is
     name: str = setting("name in the catalog", LINE, decides=False, flag=False)
@@ -165,87 +168,11 @@ class Recipe:
             if names and len(present) != 1:
                 state = " and ".join(present) + " are set" if present else "none is set"
                 problems.append(f"of {', '.join(names)} exactly one must be set, but {state}: set the others to null")
-        if (self.second_moment is None) == (self.estimates_second_moment):
-            rule = "one of unbiased, mean_of_squares, sum_of_squares" if self.estimates_second_moment else "null"
-            problems.append(
-                f"second_moment is {self.second_moment}, but with accumulation {self.accumulation} and {self.optimizer_name} "
-                f"it must be {rule}"
-            )
         try:
             self.scaled_hyperparameters()
         except UsageError as error:
             problems += error.problems
-        return problems + self._problems_of_batch_schedule() + self._problems_of_communication()
-
-    def _problems_of_communication(self) -> list[str]:
-        if self.communication is None:
-            return []
-        subject, problems, found = f"communication is {format_value(str(self.communication))}", [], self.communication
-        if (found.num_workers or 1) > self.global_batch_size:
-            problems.append(
-                f"{subject}, but global_batch_size is {self.global_batch_size}, so that workers have no sample: set that to "
-                f"{found.num_workers} or more"
-            )
-        if self.batch_schedule is not None:
-            problems.append(
-                f"{subject}, but batch_schedule is {format_value(str(self.batch_schedule))}: set one of them to null"
-            )
-        if self.accumulation == "optimizer":
-            problems.append(
-                f"{subject}, but accumulation is optimizer, whose gradients are in the moments before workers exchange them: "
-                "set it to gradient"
-            )
-        if found.is_local and self.optimizer_name == "muon":
-            problems.append(
-                f"{subject}, but optimizer is muon, whose matrices are shared out over processes, so that all take a step "
-                "together: set it to adamw"
-            )
-        if getattr(self, "normalization", None) == "batch":
-            problems.append(
-                f"{subject}, but normalization is batch, whose statistics are of all workers: set it to group or frozen"
-            )
-        return problems
-
-    def _problems_of_batch_schedule(self) -> list[str]:
-        if self.batch_schedule is None:
-            return []
-        growth, batch, problems = self.batch_schedule, self.global_batch_size, []
-        subject = f"batch_schedule is {format_value(str(growth))}"
-        if growth.kind == "stages" and growth.sizes[-1] != batch:
-            problems.append(
-                f"{subject}, but global_batch_size is {batch}, which is the largest batch: set it to {growth.sizes[-1]}"
-            )
-        if growth.kind != "stages" and growth.first_size >= batch:
-            problems.append(f"{subject}, but it grows to global_batch_size {batch}: set that to more")
-        if growth.kind == "seesaw" and self.lr_scheduler_type == "constant":
-            problems.append(
-                f"{subject}, which grows as the learning rate falls, but lr_scheduler_type is constant: choose another one"
-            )
-        if growth.kind == "noise" and self.max_train_steps is not None:
-            problems.append(
-                f"{subject}, so that nobody knows yet how many steps there will be, but max_train_steps is "
-                f"{self.max_train_steps}: give num_train_epochs instead"
-            )
-        if growth.unit == "tokens" and self.tokens_per_sample is None:
-            problems.append(
-                f"{subject}, but samples of this recipe have different numbers of tokens: give shares of the training, or "
-                "samples"
-            )
-        if self.lr_scaling_rule != "none":
-            hint = (
-                ""
-                if growth.kind == "seesaw"
-                else "; `, rate by sqrt` in batch_schedule makes the learning rate follow the batch"
-            )
-            problems.append(
-                f"{subject}, but lr_scaling_rule is {self.lr_scaling_rule}, which knows one batch: set it to none{hint}"
-            )
-        if self.lr_num_steps is not None or self.lr_first_step:
-            problems.append(
-                f"{subject}, so that the learning rate counts samples, but lr_num_steps or lr_first_step counts steps of "
-                "another training: set them to null and 0"
-            )
-        return problems
+        return problems + find_problems(self)
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -377,18 +304,6 @@ class Recipe:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = json.loads(json.dumps(values, default=lambda variant: variant.mapping))
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
-
-
-def check_multiple(recipe: Any, field: str, divisor: str) -> list[str]:
-    """Return the problem that a field is no multiple of another one, if so."""
-    value, number = getattr(recipe, field), getattr(recipe, divisor)
-    return [f"{field} {value} is not a multiple of {divisor} {number}: change one of them"] if value % number else []
-
-
-def check_order(recipe: Any, field: str, limit: str) -> list[str]:
-    """Return the problem that a field exceeds another one, if so."""
-    value, most = getattr(recipe, field), getattr(recipe, limit)
-    return [f"{field} {value} exceeds {limit} {most}: lower the first or raise the second"] if value > most else []
 
 
 TASKS: dict[str, type[Recipe]] = {}

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -64,6 +65,8 @@ LAYERS = limit(10_000)
 PIXELS = limit(2**14)  # of a side
 WORKERS = 1024  # processes or threads
 SECONDS = 10**8  # three years, which clocks and timers can count
+BITS_DEPEND_ON = ("per_device_train_tokens", "attn_implementation", "noise_scale_steps")
+"""Settings that decide the bits of a step under --reproducible, beside precision and device."""
 
 
 def setting(
@@ -246,6 +249,17 @@ def drop_flags(words: Sequence[str], flags: Iterable[str]) -> list[str]:
             is_dropped = word.removeprefix("--").partition("=")[0] in names
         kept += [] if is_dropped else [word]
     return kept
+
+
+def find_flag(argv: Sequence[str], name: str) -> str | None:
+    """Find the value that a command line gives a flag last, before flags are parsed; None: it does not give it.
+
+    >>> find_flag("--seed 1 --recipe a --recipe=b".split(), "recipe"), find_flag(["--recipe"], "seed")
+    ('b', None)
+    """
+    values = [following for word, following in itertools.pairwise([*argv, ""]) if word == f"--{name}"]
+    values += [word.removeprefix(f"--{name}=") for word in argv if word.startswith(f"--{name}=")]
+    return values[-1] if values else None
 
 
 class Parser(argparse.ArgumentParser):

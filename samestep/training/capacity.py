@@ -19,7 +19,7 @@ from torch import nn
 from samestep.errors import UsageError
 from samestep.recipe.reading import read_json
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_files import COUNT, NAME, POSITIVE, find_problems
+from samestep.recipe.run_fields import COUNT, NAME, POSITIVE, find_problems
 from samestep.recipe.run_settings import RunSettings
 
 FILE = Path(HF_HOME) / "samestep" / "capacity.json"

@@ -67,7 +67,7 @@ from samestep.recipe.reading import (
     read_yaml,
 )
 from samestep.recipe.recipe import VARIANTS, Recipe
-from samestep.recipe.run_files import STATE, find_problems
+from samestep.recipe.run_fields import STATE, find_problems
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
 from samestep.training.copies import Copies, Peers, Store

@@ -23,8 +23,9 @@ from samestep._internals.accelerate_state import Groups, search_for_lomo_once, s
 from samestep._internals.libc import stop_malloc_returning_memory
 from samestep._internals.torch_distributed import let_gloo_add_bf16, register_rendezvous
 from samestep.errors import UsageError
-from samestep.recipe.launches import find_refusal
+from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import RunSettings
 from samestep.step.batch_norm import BatchNorm
 from samestep.training import sharding
 
@@ -53,14 +54,13 @@ PARALLELISM = "PARALLELISM_CONFIG_"
 def create_accelerator(
     mixed_precision: str | None = None,
     ddp_timeout: float = 1800,
-    may_shard: bool = True,
     fsdp_gather: str = "bf16",
     is_reproducible: bool = False,
-    digest_steps: int | None = None,
-    noise_scale_steps: int | None = None,
     fault_tolerance: str = "none",
     reduce_dtype: str = "own",
     kind: type[Accelerator] = Accelerator,
+    recipe: Recipe | None = None,
+    settings: RunSettings | None = None,
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -72,15 +72,13 @@ def create_accelerator(
     Args:
         mixed_precision: no, fp16 or bf16; None: as the launch says.
         ddp_timeout: seconds that a process waits for another in a collective.
-        may_shard: whether FSDP2 is supported.
         fsdp_gather: type in which sharded weights are gathered under mixed precision bf16: bf16 or fp32. Without, their own.
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
-        digest_steps: steps between digests, which sharded weights do not have; None: no digests.
-        noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
         fault_tolerance: `step`: the launch is one of several replicas; `restart`: the launcher starts workers
             again, on the machines that are there; `none`.
         reduce_dtype: type in which DistributedDataParallel sends gradients: bf16, fp16, or own.
         kind: class of the accelerator.
+        recipe, settings: what is trained, and how, for rules about the launch; None: a loop without them.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -98,14 +96,7 @@ def create_accelerator(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    refusal = find_refusal(
-        is_sharded=shards,
-        may_shard=may_shard,
-        digest_steps=digest_steps,
-        noise_scale_steps=noise_scale_steps,
-        reduce_dtype=reduce_dtype,
-    )
-    if refusal:
+    if refusal := find_refusal(recipe, settings, is_sharded=shards):
         problems.append(str(refusal))
     if problems:
         raise UsageError(problems)
@@ -135,7 +126,7 @@ def create_accelerator(
         ],
         **kwargs,
     )
-    if problems := _find_accelerator_problems(accelerator, is_reproducible, fault_tolerance):
+    if problems := _find_accelerator_problems(accelerator, recipe, settings):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
         let_gloo_add_bf16()
@@ -152,28 +143,6 @@ def create_accelerator(
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         shard_on_cpus(accelerator, plugin)
     return accelerator
-
-
-def check_recipe(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Check that the launch can train a recipe.
-
-    Raises:
-        UsageError: they exclude each other.
-    """
-    shards = is_sharded(accelerator)
-    sent = find_refusal(
-        communication=recipe.communication,
-        mixed_precision=accelerator.mixed_precision,
-        is_sharded=shards,
-        num_processes=accelerator.num_processes,
-    )
-    kept = find_refusal(
-        is_sharded=shards,
-        optimizer=recipe.optimizer_name,
-        base_quantization=getattr(recipe, "base_quantization", None),
-    )
-    if refusal := sent or kept:
-        raise UsageError(str(refusal))
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
@@ -288,7 +257,9 @@ def _make_groups() -> Groups | None:
     return Groups(dp_replicate_size=size // shards, dp_shard_size=shards) if is_used else None
 
 
-def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool, fault_tolerance: str) -> list[str]:
+def _find_accelerator_problems(
+    accelerator: Accelerator, recipe: Recipe | None, settings: RunSettings | None
+) -> list[str]:
     problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
     if size > 1 and accelerator.num_processes == 1:
         problems.append(
@@ -298,12 +269,11 @@ def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool, 
         )
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
-    shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     if refusal := find_refusal(
+        recipe,
+        settings,
         mixed_precision=accelerator.mixed_precision,
-        is_sharded=shards,
-        is_reproducible=is_reproducible,
-        fault_tolerance=fault_tolerance,
+        is_sharded=parse_flag_from_env("ACCELERATE_USE_FSDP"),
         num_processes=accelerator.num_processes,
         num_copies=count_copies(accelerator),
     ):

@@ -23,7 +23,8 @@ from samestep.data.steps import MicroBatch, StepData
 from samestep.errors import RunError, UsageError
 from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import BITS_DEPEND_ON, RunSettings
+from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.settings import BITS_DEPEND_ON
 from samestep.step import accumulate
 from samestep.step.exact_sum import ExactSum
 from samestep.training import digest, launch

@@ -79,12 +79,13 @@ class Run:
         quiet_libraries()
         settings = self.settings
         kind = ways.choose_accelerator(settings)
-        self.accelerator = accelerator = launch.create_accelerator(**settings.accelerator_options, kind=kind)
+        self.accelerator = accelerator = launch.create_accelerator(
+            kind=kind, recipe=self.recipe, **settings.accelerator_options
+        )
         self.say(*notes)
         if settings.rehearse:
             arguments = argv, task, description
             self.recipe = rehearse_own_kind(accelerator, self.recipe, self.output_dir, arguments, self.say)
-        launch.check_recipe(accelerator, self.recipe)
         self.reduction = ways.choose_reduction(accelerator, self.recipe, settings)
         layout = solve_layout(
             num_processes=self.reduction.num_parts or accelerator.num_processes,

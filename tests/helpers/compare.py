@@ -9,7 +9,7 @@ import torch
 from common import all_metrics, evaluations, metrics
 from safetensors.torch import load_file
 
-from samestep.recipe.run_files import TIMES
+from samestep.recipe.run_fields import TIMES
 from samestep.training.checkpoint import checkpoints, read
 
 BF16 = 2**-8

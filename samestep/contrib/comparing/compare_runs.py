@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from samestep.errors import UsageError, reason
 from samestep.printing import format_count
 from samestep.recipe.reading import format_name, format_value, read_json
-from samestep.recipe.run_files import TIMES, read_lines, read_plain
+from samestep.recipe.run_fields import TIMES
+from samestep.recipe.run_files import read_lines, read_plain
 
 KINDS = ("gradients", "parameters", "moments")
 """Kinds of digests, in the order in which a step computes the tensors."""

@@ -20,27 +20,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from samestep.errors import UsageError
 from samestep.recipe.run_settings import RunSettings
 from samestep.training import checkpoint
 from samestep.training.copies import Peers
-from samestep.training.launch import is_sharded
 
 BLOCK = 2**26
 """Bytes of a message."""
 
 
 def find_peers(accelerator: Accelerator, settings: RunSettings) -> Peers:
-    """Find the machines that keep copies of checkpoints. Called by all processes.
-
-    Raises:
-        UsageError: weights are sharded, parts of which each process would write on its own machine.
-    """
-    if is_sharded(accelerator):
-        raise UsageError(
-            "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint: "
-            "leave it out, and give an output_dir that all machines see"
-        )
+    """Find the machines that keep copies of checkpoints. Called by all processes."""
     return PeerCopies(accelerator, Path(settings.output_dir), checkpoint.LINES, settings.ddp_timeout)
 
 

@@ -28,7 +28,8 @@ from samestep.errors import UsageError, reason
 from samestep.pages import find_policy, make_environment
 from samestep.printing import format_count
 from samestep.recipe.reading import format_name, read_json, read_yaml
-from samestep.recipe.run_files import RECIPE, SETTINGS, LineFile, find_problems, parse_line
+from samestep.recipe.run_fields import RECIPE, SETTINGS, find_problems
+from samestep.recipe.run_files import LineFile, parse_line
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_POINTS = 600
@@ -126,7 +127,7 @@ class RunReader:
 
     def update(self) -> None:
         """Read the lines that are new. A last line without an end is left for the next time; one that breaks a rule of
-        `run_files.FIELDS` is left out, and counted."""
+        `run_fields.FIELDS` is left out, and counted."""
         try:
             status = self.path.stat()
             inode, size = self.inode_and_size

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from samestep.recipe.recipe import Recipe, check_multiple, check_order
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.rules import is_at_most, is_multiple, rows
 from samestep.recipe.settings import (
     ACTIVATIONS,
     FRACTION,
@@ -43,12 +44,10 @@ class BertRecipe(Recipe):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
 
-    def problems(self) -> list[str]:
-        return [
-            *super().problems(),
-            *check_multiple(self, "hidden_size", "num_attention_heads"),
-            *check_order(self, "max_seq_length", "max_position_embeddings"),
-        ]
+    rules = rows(
+        is_multiple("hidden_size", "num_attention_heads"),
+        is_at_most("max_seq_length", "max_position_embeddings"),
+    )
 
     @property
     def small_shape(self) -> dict[str, Any]:

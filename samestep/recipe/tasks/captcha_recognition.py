@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import POSITIVE, WIDTH, limit, setting
 from samestep.recipe.tasks.images import STAGES, ImageRecipe
 
@@ -18,26 +19,35 @@ class CaptchaRecognition(ImageRecipe):
     conv_channels: tuple[int, ...] = setting("channels of each convolution", STAGES)
     hidden_size: int = setting("width of the layer between the convolutions and the heads", WIDTH)
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.conv_channels or min(self.conv_channels) < 1:
-            problems.append(f"conv_channels {list(self.conv_channels)} must be positive numbers, at least one")
-        elif min(self.image_height, self.image_width) < 2 ** len(self.conv_channels):
-            problems.append(
-                f"image_height {self.image_height} and image_width {self.image_width} cannot be halved by each of "
-                f"{len(self.conv_channels)} conv_channels: give fewer, or larger images"
-            )
-        if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet:
-            problems.append(f"alphabet {self.alphabet!r} must hold each character once, and at least one")
-        if self.num_channels != 3:
-            problems.append(
-                f"num_channels is {self.num_channels}, but captchas are drawn in red, green and blue: set it to 3"
-            )
-        if self.normalization == "frozen":
-            problems.append(
-                "normalization is frozen, but no trained statistics exist for captchas: set it to group or batch"
-            )
-        return problems
+    rules = rows(
+        Rule(
+            lambda f: min(f.conv_channels, default=0) < 1,
+            "conv_channels {f.conv_channels} must be positive numbers, at least one",
+        ),
+        Rule(
+            lambda f: (
+                min(f.conv_channels, default=0) > 0
+                and min(f.image_height, f.image_width) < 2 ** len(f.conv_channels)
+                and len(f.conv_channels)
+            ),
+            "image_height {f.image_height} and image_width {f.image_width} cannot be halved by each of {found} conv_channels",
+            "give fewer, or larger images",
+        ),
+        Rule(
+            lambda f: len(set(f.alphabet)) != len(f.alphabet) or not f.alphabet,
+            "alphabet {f.alphabet!r} must hold each character once, and at least one",
+        ),
+        Rule(
+            lambda f: f.num_channels != 3,
+            "num_channels is {f.num_channels}, but captchas are drawn in red, green and blue",
+            "set it to 3",
+        ),
+        Rule(
+            lambda f: f.normalization == "frozen",
+            "normalization is frozen, but no trained statistics exist for captchas",
+            "set it to group or batch",
+        ),
+    )
 
     @property
     def loss_weights(self) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """Recipes that fine-tune a causal language model on conversations or preferences."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from samestep.errors import nearest
 from samestep.recipe.reading import format_value
 from samestep.recipe.recipe import MAX_NAMES, Parts, Recipe, register
+from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import (
     FRACTION,
     LAYERS,
@@ -18,7 +20,7 @@ from samestep.recipe.settings import (
     limit,
     setting,
 )
-from samestep.recipe.tasks.decoder import SHAPE, find_problems_of_decoder
+from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
 
 WEIGHTS = (
     "must be numbers greater than 0, up to 1,000",
@@ -41,6 +43,15 @@ UNUSED = "unused"
 """Name in `columns` of a column that is not read."""
 DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
 """Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
+WITHOUT_ADAPTERS = {
+    "base_quantization": None,
+    "lora_alpha": None,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+}
+"""Field of adapters -> its value where all weights are trained."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 """Fields that say how many of them are drawn."""
 
@@ -152,69 +163,131 @@ class CausalLmFineTuning(Recipe):
     SHAPE: ClassVar[tuple[str, ...]] = SHAPE
     """Fields of `shape`."""
 
-    def problems(self) -> list[str]:
-        return (
-            super().problems()
-            + self._problems_of_optimizer()
-            + self._problems_of_data()
-            + self._problems_of_shape()
-            + self._problems_of_adapters()
-        )
-
-    def _problems_of_optimizer(self) -> list[str]:
-        if self.optimizer == "adamw_8bit" and self.accumulation == "optimizer":
-            return [
-                "accumulation is optimizer, but optimizer is adamw_8bit, whose moments would be rounded in every micro-batch: "
-                "set accumulation to gradient, or optimizer to adamw"
-            ]
-        return []
-
-    def _problems_of_data(self) -> list[str]:
-        problems, drawn, names = [], find_drawn(self.dataset_name), self.dataset_name or ()
-        for name in DRAWN_SIZES:
-            if (getattr(self, name) is None) == bool(drawn):
-                rule = "a number of samples" if drawn else "null"
-                data = ", ".join(drawn or names) or "files"
-                problems.append(f"{name} is {getattr(self, name)}, but with {data} it must be {rule}: set it to {rule}")
-        kind = DRAWN[self.objective != "sft"]
-        for name in drawn:
-            if name.partition(":")[0] != kind:
-                problems.append(
-                    f"objective is {self.objective}, but dataset_name is {name}, which has no such samples: set dataset_name "
-                    f"to {kind}, or another objective"
+    rules = rows(
+        Rule(
+            lambda f: f.optimizer == "adamw_8bit" and f.accumulation == "optimizer",
+            "accumulation is optimizer, but optimizer is adamw_8bit, whose moments would be rounded in every micro-batch",
+            "set accumulation to gradient, or optimizer to adamw",
+        ),
+        # Data
+        *each(
+            DRAWN_SIZES,
+            lambda name: Rule(
+                lambda f: f[name] is None and ", ".join(find_drawn(f.dataset_name)),
+                f"{name} is None, but with {{found}} it must be a number of samples",
+                "set it to a number of samples",
+            ),
+        ),
+        *each(
+            DRAWN_SIZES,
+            lambda name: Rule(
+                lambda f: (
+                    f[name] is not None
+                    and not find_drawn(f.dataset_name)
+                    and (", ".join(f.dataset_name or ()) or "files")
+                ),
+                f"{name} is {{f[{name}]}}, but with {{found}} it must be null",
+                "set it to null",
+            ),
+        ),
+        Rule(
+            lambda f: f.dataset_config_name is not None and len(f.dataset_name or ()) > 1 and len(f.dataset_name),
+            "dataset_config_name is {f.dataset_config_name}, but dataset_name names {found} datasets",
+            "write NAME:CONFIG, and set dataset_config_name to null",
+        ),
+        Rule(
+            lambda f: (f.dataset_name or f.mixture_weights) and next(iter(_find_repeated(f.sources)), None),
+            "{found} is named twice",
+            "name it once, and set mixture_weights",
+        ),
+        Rule(
+            lambda f: (
+                f.mixture_weights is not None
+                and len(f.mixture_weights) != len(f.sources)
+                and (
+                    f"{len(f.mixture_weights)} numbers for {len(f.sources)} sources "
+                    f"({', '.join(f.sources[:MAX_NAMES])}{', ...' if len(f.sources) > MAX_NAMES else ''})"
                 )
-        if len(names) > 1 and self.dataset_config_name is not None:
-            problems.append(
-                f"dataset_config_name is {self.dataset_config_name}, but dataset_name names {len(names)} datasets: write "
-                "NAME:CONFIG, and set dataset_config_name to null"
-            )
-        problems += self._problems_of_columns()
-        entries = names or self.train_file or ()
-        is_mixed = self.dataset_name is not None or self.mixture_weights is not None
-        if is_mixed and len(set(entries)) < len(entries):
-            twice = next(name for number, name in enumerate(entries) if name in entries[:number])
-            problems.append(f"{twice} is named twice: name it once, and set mixture_weights")
-        if self.mixture_weights is not None and len(self.mixture_weights) != len(entries):
-            problems.append(
-                f"mixture_weights has {len(self.mixture_weights)} numbers for {len(entries)} sources "
-                f"({', '.join(entries[:MAX_NAMES])}{', ...' if len(entries) > MAX_NAMES else ''}): give one each"
-            )
-        if self.loss_weighting == "sample" and self.objective != "sft":
-            problems.append(
-                f"loss_weighting is sample, but objective is {self.objective}, whose pairs count the same anyway: set it to "
-                "token"
-            )
-        if self.sft_loss_weight and self.objective != "dpo":
-            problems.append(
-                f"sft_loss_weight is {self.sft_loss_weight}, but objective is {self.objective}: set it to 0, or objective to "
-                "dpo"
-            )
-        if self.train_on == "all" and self.objective != "sft":
-            problems.append(
-                f"train_on is all, but objective is {self.objective}, which compares answers: set it to completions or "
-                "assistant"
-            )
-        return problems
+            ),
+            "mixture_weights has {found}",
+            "give one each",
+        ),
+        Rule(
+            lambda f: f.loss_weighting == "sample" and f.objective != "sft",
+            "loss_weighting is sample, but objective is {f.objective}, whose pairs count the same anyway",
+            "set it to token",
+        ),
+        Rule(
+            lambda f: f.sft_loss_weight and f.objective != "dpo",
+            "sft_loss_weight is {f.sft_loss_weight}, but objective is {f.objective}",
+            "set it to 0, or objective to dpo",
+        ),
+        Rule(
+            lambda f: f.train_on == "all" and f.objective != "sft",
+            "train_on is all, but objective is {f.objective}, which compares answers",
+            "set it to completions or assistant",
+        ),
+        # Shape
+        *each(
+            ("architecture", *SHAPE, "vocab_size"),
+            lambda name: Rule(
+                lambda f: f[name] is not None and f.model_name_or_path is not None,
+                f"{name} is {{f[{name}]}}, but model_name_or_path is set, whose weights decide it",
+                f"set {name} to null",
+            ),
+        ),
+        *each(
+            ("architecture", *(name for name in SHAPE if name != "num_key_value_heads")),
+            lambda name: Rule(
+                lambda f: f[name] is None and f.model_name_or_path is None,
+                f"{name} is null, but model_name_or_path is not set",
+                "set one of them",
+            ),
+        ),
+        Rule(
+            lambda f: f.vocab_size is None and f.tokenizer_name is None and f.model_name_or_path is None,
+            "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set",
+            "set one of them",
+        ),
+        *list_decoder_rules("max_seq_length"),
+        # Adapters
+        Rule(
+            lambda f: f.lora_rank is not None and f.lora_alpha is None and 2 * f.lora_rank,
+            "lora_alpha is null, but lora_rank is {f.lora_rank}",
+            "set it, for example to {found}",
+        ),
+        Rule(
+            lambda f: (
+                f.lora_rank is not None
+                and (not f.lora_targets or ("all-linear" in f.lora_targets and len(f.lora_targets) > 1))
+            ),
+            "lora_targets is {f.lora_targets}",
+            "give all-linear alone, or names of layers",
+        ),
+        Rule(
+            lambda f: f.lora_rank is not None and f.use_dora and f.base_quantization is not None,
+            "use_dora is true, but base_quantization is {f.base_quantization}, whose weights have no norms",
+            "set use_dora to false, or base_quantization to null",
+        ),
+        *each(
+            WITHOUT_ADAPTERS.items(),
+            lambda name, value: Rule(
+                lambda f: f.lora_rank is None and f[name] != value,
+                f"{name} is {{f[{name}]}}, but lora_rank is null, so that all weights are trained",
+                f"set {name} to {value}, or lora_rank to a number",
+            ),
+        ),
+    )
+
+    def problems(self) -> list[str]:
+        kind = DRAWN[self.objective != "sft"]
+        problems = [
+            f"objective is {self.objective}, but dataset_name is {name}, which has no such samples: set dataset_name to "
+            f"{kind}, or another objective"
+            for name in find_drawn(self.dataset_name)
+            if name.partition(":")[0] != kind
+        ]
+        return super().problems() + problems + self._problems_of_columns()
 
     def _problems_of_columns(self) -> list[str]:
         problems, targets = [], [name for names in COLUMNS.values() for name in names]
@@ -227,67 +300,20 @@ class CausalLmFineTuning(Recipe):
                     f"columns maps {name} to {target[:60]}, which is not read: {nearest(target[:60], targets)}"
                 )
         for place, kind in ((0, "to two columns"), (2, "to two names")):
-            names = [pair[place] for pair in pairs if pair[place] != UNUSED]
-            twice = [name for number, name in enumerate(names) if name in names[:number]]
+            twice = _find_repeated([pair[place] for pair in pairs if pair[place] != UNUSED])
             problems += [f"columns maps {name} {kind}: leave one out" for name in dict.fromkeys(twice)]
         return problems
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of samples, as `mixture_weights` counts them."""
+        return self.dataset_name or self.train_file or ()
 
     @property
     def column_names(self) -> dict[str, str]:
         """Name of a column in the data -> what `columns` calls it."""
         pairs = [word.partition("=") for words in self.columns or () for word in words.split(",")]
         return {name: target for target, _, name in pairs}
-
-    def _problems_of_shape(self) -> list[str]:
-        names = ("architecture", *self.SHAPE)
-        if self.model_name_or_path is not None:
-            return [
-                f"{name} is {getattr(self, name)}, but model_name_or_path is set, whose weights decide it: set {name} to null"
-                for name in (*names, "vocab_size")
-                if getattr(self, name) is not None
-            ]
-        problems = [
-            f"{name} is null, but model_name_or_path is not set: set one of them"
-            for name in names
-            if getattr(self, name) is None and name != "num_key_value_heads"
-        ]
-        if self.vocab_size is None and self.tokenizer_name is None:
-            problems.append(
-                "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set: set one of them"
-            )
-        if problems:
-            return problems
-        return find_problems_of_decoder(self, "max_seq_length")
-
-    def _problems_of_adapters(self) -> list[str]:
-        if self.lora_rank is not None:
-            problems = []
-            if self.lora_alpha is None:
-                problems.append(
-                    f"lora_alpha is null, but lora_rank is {self.lora_rank}: set it, for example to {2 * self.lora_rank}"
-                )
-            if not self.lora_targets or ("all-linear" in self.lora_targets and len(self.lora_targets) > 1):
-                problems.append(f"lora_targets is {list(self.lora_targets)}: give all-linear alone, or names of layers")
-            if self.use_dora and self.base_quantization is not None:
-                problems.append(
-                    f"use_dora is true, but base_quantization is {self.base_quantization}, whose weights have no norms: "
-                    "set use_dora to false, or base_quantization to null"
-                )
-            return problems
-        values = {
-            "base_quantization": None,
-            "lora_alpha": None,
-            "lora_dropout": 0.0,
-            "use_rslora": False,
-            "use_dora": False,
-            "modules_to_save": None,
-        }
-        return [
-            f"{name} is {getattr(self, name)}, but lora_rank is null, so that all weights are trained: set {name} to "
-            f"{format_value(value)}, or lora_rank to a number"
-            for name, value in values.items()
-            if getattr(self, name) != value
-        ]
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -344,3 +370,12 @@ def find_drawn(names: Any) -> list[str]:
     """
     entries = [names] if isinstance(names, str) else names or []
     return [name for name in entries if isinstance(name, str) and name.partition(":")[0] in DRAWN]
+
+
+def _find_repeated(names: Sequence[str]) -> list[str]:
+    """Find the names that stand behind an equal one.
+
+    >>> _find_repeated(["a", "b", "a", "a"])
+    ['a', 'a']
+    """
+    return [name for number, name in enumerate(names) if name in names[:number]]

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, WIDTH, limit, setting
-from samestep.recipe.tasks.decoder import SHAPE, find_problems_of_decoder
+from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
 
@@ -28,8 +29,7 @@ class CausalLmPretraining(CausalPretraining):
         "gets"
     )
 
-    def problems(self) -> list[str]:
-        return super().problems() + find_problems_of_decoder(self, "block_size")
+    rules = rows(*list_decoder_rules("block_size"))
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """The fields that recipes of causal language models share, whatever their architecture is called."""
 
-from typing import Any
-
-from samestep.recipe.recipe import check_multiple, check_order
+from samestep.recipe.rules import Rule, is_at_most, is_multiple
 
 SHAPE = (
     "hidden_size",
@@ -17,11 +15,10 @@ SHAPE = (
 """Fields that weights to start from decide."""
 
 
-def find_problems_of_decoder(recipe: Any, length: str) -> list[str]:
-    """Find what is wrong with the shape of a decoder; `length` names the field of the longest sample."""
-    is_grouped = recipe.num_key_value_heads is not None
+def list_decoder_rules(length: str) -> list[Rule]:
+    """List the rules for the shape of a decoder; `length` names the field of the longest sample."""
     return [
-        *check_multiple(recipe, "hidden_size", "num_attention_heads"),
-        *(check_multiple(recipe, "num_attention_heads", "num_key_value_heads") if is_grouped else []),
-        *check_order(recipe, length, "max_position_embeddings"),
+        is_multiple("hidden_size", "num_attention_heads"),
+        is_multiple("num_attention_heads", "num_key_value_heads"),
+        is_at_most(length, "max_position_embeddings"),
     ]

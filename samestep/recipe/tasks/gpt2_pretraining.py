@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from samestep.recipe.recipe import Parts, check_multiple, check_order, register
+from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import is_at_most, is_multiple, rows
 from samestep.recipe.settings import FRACTION, LAYERS, LENGTH, POSITIVE, WIDTH, choice, setting
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
@@ -28,12 +29,7 @@ class Gpt2Pretraining(CausalPretraining):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
 
-    def problems(self) -> list[str]:
-        return [
-            *super().problems(),
-            *check_multiple(self, "n_embd", "n_head"),
-            *check_order(self, "block_size", "n_positions"),
-        ]
+    rules = rows(is_multiple("n_embd", "n_head"), is_at_most("block_size", "n_positions"))
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, WIDTH, choice, setting
 from samestep.recipe.tasks.images import STAGES, ImageRecipe
 
@@ -46,27 +47,37 @@ class ImageClassification(ImageRecipe):
     hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
     depths: tuple[int, ...] = setting("blocks of each stage", BLOCKS)
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.validation_dir is not None and self.train_dir is None:
-            problems.append(f"validation_dir is {self.validation_dir}, but train_dir is not set: set both or neither")
-        if self.num_channels not in (1, 3):
-            problems.append(f"num_channels is {self.num_channels}, must be 1 (grey) or 3 (red, green, blue)")
-        for name in ("image_mean", "image_std"):
-            values = list(getattr(self, name))
-            if len(values) != self.num_channels:
-                problems.append(f"{name} {values} must hold one number for each of num_channels {self.num_channels}")
-        if min(self.image_std, default=1) <= 0:
-            problems.append(f"image_std {list(self.image_std)} must be positive numbers")
-        if len(self.hidden_sizes) != len(self.depths) or min(*self.hidden_sizes, *self.depths, 1) < 1:
-            problems.append(
-                f"hidden_sizes {list(self.hidden_sizes)} and depths {list(self.depths)} must be positive, one each per stage"
-            )
-        if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
-            problems.append(f"hidden_sizes {list(self.hidden_sizes)} must be multiples of 4 with layer_type bottleneck")
-        if self.normalization == "frozen" and self.model_name_or_path is None:
-            problems.append("normalization is frozen, but model_name_or_path, whose statistics it takes, is not set")
-        return problems
+    rules = rows(
+        Rule(
+            lambda f: f.validation_dir is not None and f.train_dir is None,
+            "validation_dir is {f.validation_dir}, but train_dir is not set",
+            "set both or neither",
+        ),
+        Rule(
+            lambda f: f.num_channels not in (1, 3),
+            "num_channels is {f.num_channels}, must be 1 (grey) or 3 (red, green, blue)",
+        ),
+        *each(
+            ("image_mean", "image_std"),
+            lambda name: Rule(
+                lambda f: len(f[name]) != f.num_channels,
+                f"{name} {{f[{name}]}} must hold one number for each of num_channels {{f.num_channels}}",
+            ),
+        ),
+        Rule(lambda f: min(f.image_std, default=1) <= 0, "image_std {f.image_std} must be positive numbers"),
+        Rule(
+            lambda f: len(f.hidden_sizes) != len(f.depths) or min([*f.hidden_sizes, *f.depths, 1]) < 1,
+            "hidden_sizes {f.hidden_sizes} and depths {f.depths} must be positive, one each per stage",
+        ),
+        Rule(
+            lambda f: f.layer_type == "bottleneck" and any(size % 4 for size in f.hidden_sizes),
+            "hidden_sizes {f.hidden_sizes} must be multiples of 4 with layer_type bottleneck",
+        ),
+        Rule(
+            lambda f: f.normalization == "frozen" and f.model_name_or_path is None,
+            "normalization is frozen, but model_name_or_path, whose statistics it takes, is not set",
+        ),
+    )
 
     @property
     def loss_weights(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, PIXELS, POSITIVE, choice, setting
 
 STAGES = (
@@ -49,16 +50,12 @@ class ImageRecipe(Recipe):
         "batch normalisation by statistics of the whole step, however it is cut: exact, and 9 times slower and more"
     )
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        moments = {"sgd": ("sgd_momentum",), "adamw": ("adam_beta1", "adam_beta2", "adam_epsilon")}
-        for optimizer, names in moments.items():
-            for name in names:
-                if (getattr(self, name) is None) == (optimizer == self.optimizer):
-                    rule = "must be a number" if optimizer == self.optimizer else "must be null"
-                    problems.append(f"{name} is {getattr(self, name)}, but with optimizer {self.optimizer} it {rule}")
-        if self.exact_batch_norm and self.normalization != "batch":
-            problems.append(
-                f"exact_batch_norm is true, but normalization is {self.normalization}, which is exact: set it to false"
-            )
-        return problems
+    rules = rows(
+        *belongs_to("sgd", "sgd_momentum"),
+        *belongs_to("adamw", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        Rule(
+            lambda f: f.exact_batch_norm and f.normalization != "batch",
+            "exact_batch_norm is true, but normalization is {f.normalization}, which is exact",
+            "set it to false",
+        ),
+    )

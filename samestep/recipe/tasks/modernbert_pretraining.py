@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from samestep.recipe.recipe import Parts, check_order, register
+from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import Rule, is_at_most, rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, PROBABILITY, WIDTH, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
@@ -35,13 +36,14 @@ class ModernBertPretraining(TextPretraining):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
 
-    def problems(self) -> list[str]:
-        problems, heads = super().problems(), self.num_attention_heads
-        if self.hidden_size % (2 * heads):
-            problems.append(
-                f"hidden_size {self.hidden_size} is not an even multiple of num_attention_heads {heads}: change one of them"
-            )
-        return problems + check_order(self, "max_seq_length", "max_position_embeddings")
+    rules = rows(
+        Rule(
+            lambda f: f.hidden_size % (2 * f.num_attention_heads),
+            "hidden_size {f.hidden_size} is not an even multiple of num_attention_heads {f.num_attention_heads}",
+            "change one of them",
+        ),
+        is_at_most("max_seq_length", "max_position_embeddings"),
+    )
 
     @property
     def loss_weights(self) -> dict[str, float]:

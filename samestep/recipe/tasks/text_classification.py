@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, setting
 from samestep.recipe.tasks.bert import BertRecipe
 
@@ -38,15 +39,19 @@ class TextClassification(BertRecipe):
     freeze_embeddings: bool = setting("leave the embeddings as they are")
     metrics: tuple[str, ...] = setting("metrics of the held-out texts: ours, or of the hub", decides=False)
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.freeze_embeddings and self.model_name_or_path is None:
-            problems.append("freeze_embeddings is true, but model_name_or_path is not set: they would stay random")
-        if self.text_pair_column is not None and self.text_column is None:
-            problems.append("text_pair_column is set, but text_column is not: name both, or neither")
-        if not self.metrics:
-            problems.append("metrics is empty: name at least one, for example accuracy")
-        return problems
+    rules = rows(
+        Rule(
+            lambda f: f.freeze_embeddings and f.model_name_or_path is None,
+            "freeze_embeddings is true, but model_name_or_path is not set",
+            "they would stay random",
+        ),
+        Rule(
+            lambda f: f.text_pair_column is not None and f.text_column is None,
+            "text_pair_column is set, but text_column is not",
+            "name both, or neither",
+        ),
+        Rule(lambda f: not f.metrics, "metrics is empty", "name at least one, for example accuracy"),
+    )
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -4,10 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, VOCABULARY, choice, setting
-
-MUON = ("muon_learning_rate", "muon_momentum", "muon_weight_decay")
-"""Fields that only the optimizer muon has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,18 +50,14 @@ class TextPretraining(Recipe):
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
 
-    def problems(self) -> list[str]:
-        problems, is_muon = super().problems(), self.optimizer == "muon"
-        for name in MUON:
-            if (getattr(self, name) is None) == is_muon:
-                rule = "must be a number" if is_muon else "must be null"
-                problems.append(f"{name} is {getattr(self, name)}, but with optimizer {self.optimizer} it {rule}")
-        if is_muon and self.accumulation == "optimizer":
-            problems.append(
-                "accumulation is optimizer, but optimizer is muon, which needs the whole gradient of a matrix at once: set "
-                "accumulation to gradient, or optimizer to adamw"
-            )
-        return problems
+    rules = rows(
+        *belongs_to("muon", "muon_learning_rate", "muon_momentum", "muon_weight_decay"),
+        Rule(
+            lambda f: f.optimizer == "muon" and f.accumulation == "optimizer",
+            "accumulation is optimizer, but optimizer is muon, which needs the whole gradient of a matrix at once",
+            "set accumulation to gradient, or optimizer to adamw",
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +73,13 @@ class CausalPretraining(TextPretraining):
     packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
     document_mask: bool = setting("attention and positions stay inside a document of a block")
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.document_mask and not self.packing:
-            problems.append(
-                "document_mask is true, but without packing a sample never holds two documents: set it to false"
-            )
-        return problems
+    rules = rows(
+        Rule(
+            lambda f: f.document_mask and not f.packing,
+            "document_mask is true, but without packing a sample never holds two documents",
+            "set it to false",
+        ),
+    )
 
     @property
     def tokens_per_sample(self) -> int | None:

@@ -1,0 +1,182 @@
+"""What excludes settings of a run and its launch: sharding, what watches, the same bits, a run from begin to end."""
+
+import os
+from shutil import which
+
+from samestep.errors import will_be_restarted
+from samestep.recipe.rules import MULTI_GPU, Rule, each
+
+CUT_SETTINGS = (
+    ("per_device_train_batch_size", "it is the size of micro-batches itself"),
+    ("gradient_accumulation_steps", "the number of micro-batches follows from their size"),
+)
+"""Settings that --reproducible excludes, and why."""
+
+RULES = [
+    # What shards, and what watches
+    Rule(
+        lambda f: f.is_sharded and not f.may_shard,
+        "the launch file shards weights (FSDP), which only programs of language models do",
+        MULTI_GPU,
+    ),
+    Rule(
+        lambda f: f.digest_steps is not None and f.is_sharded,
+        "digest_steps is {f.digest_steps}, but the launch file shards weights (FSDP), so that no process has whole "
+        "tensors",
+        f"leave it out, or {MULTI_GPU}",
+    ),
+    Rule(
+        lambda f: f.replicate_checkpoints and f.is_sharded,
+        "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint",
+        "leave it out, and give an output_dir that all machines see",
+    ),
+    Rule(
+        lambda f: f.noise_scale_steps is not None and f.is_sharded,
+        "noise_scale_steps is {f.noise_scale_steps}, but the launch file shards weights (FSDP), whose gradients are "
+        "reduced before hooks see them",
+        f"leave it out, or {MULTI_GPU}",
+    ),
+    Rule(
+        lambda f: f.noise_scale_steps is not None and f.global_batch_size == 1,
+        "noise_scale_steps is {f.noise_scale_steps}, but a global batch of one sample says nothing of its noise",
+        "leave it out, or set global_batch_size to 2 or more",
+    ),
+    Rule(
+        lambda f: f.noise_scale_steps is not None and f.is_folded,
+        "noise_scale_steps is {f.noise_scale_steps}, but accumulation is optimizer, which takes the gradients away",
+        "leave it out, or set accumulation to gradient",
+    ),
+    Rule(
+        lambda f: f.noise_scale_steps is not None and f.normalization == "batch",
+        "noise_scale_steps is {f.noise_scale_steps}, but normalization is batch, so that the gradients of a step's "
+        "samples depend on each other",
+        "leave it out, or set normalization to group or frozen",
+    ),
+    # Optimizers, and a base in 4 bits
+    Rule(
+        lambda f: f.optimizer_name == "adamw_8bit" and f.dtype != "float32",
+        "dtype is {f.dtype}, but optimizer is adamw_8bit, which computes in float32",
+        "set one of them to its default",
+    ),
+    Rule(
+        lambda f: f.optimizer_name == "adamw_8bit" and f.is_sharded,
+        "optimizer is adamw_8bit, but the launch file shards weights (FSDP), so that the rounding of moments would "
+        "depend on the number of processes",
+        f"set it to adamw, or {MULTI_GPU}",
+    ),
+    Rule(
+        lambda f: f.base_quantization is not None and f.is_sharded,
+        "base_quantization is {f.base_quantization}, but the launch file shards weights (FSDP), which cannot hold "
+        "rows of packed weights",
+        f"{MULTI_GPU}, or set it to null",
+    ),
+    # Gradients that add up in the optimizer's moments
+    Rule(
+        lambda f: f.is_folded and f.on_nonfinite == "skip",
+        "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when "
+        "it is found",
+        "set it to stop, or accumulation to gradient",
+    ),
+    Rule(
+        lambda f: f.is_folded and f.is_sharded,
+        "accumulation is optimizer, but the launch file shards weights (FSDP), whose gradients are parts of tensors "
+        "that hooks do not see",
+        f"set it to gradient, or {MULTI_GPU}",
+    ),
+    Rule(
+        lambda f: f.is_folded and f.is_fp16,
+        "accumulation is optimizer, but mixed_precision is fp16, where a step whose scaled gradient overflows must be "
+        "left out, but then it is in the moments already",
+        "set it to gradient, or mixed_precision to bf16 or no",
+    ),
+    # The same bits on any number of processes
+    *each(
+        CUT_SETTINGS,
+        lambda name, why: Rule(
+            lambda f: f.is_reproducible and f[name] is not None,
+            f"reproducible is {{f.reproducible}}, and {name} is {{f[{name}]}}",
+            f"leave {name} out, {why}",
+        ),
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.reduce_dtype != "own",
+        "reproducible is given, but reduce_dtype is {f.reduce_dtype}, which rounds sums",
+        "leave one out",
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.dtype != "float32",
+        "reproducible is given, but dtype is {f.dtype}",
+        "set dtype to float32, of which sums are exact",
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.torch_compile,
+        "reproducible is given, and torch_compile is true, whose code depends on the sizes that a process has met",
+        "leave one out",
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.is_folded,
+        "reproducible is given, but accumulation is optimizer, whose moments depend on the order of the gradients",
+        "set it to gradient",
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.normalization == "batch" and not f.exact_batch_norm,
+        "reproducible is given, but normalization is batch, which takes the statistics of the micro-batches that "
+        "processes compute at one time",
+        "set exact_batch_norm to true",
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.is_sharded,
+        "reproducible is given, but the launch file shards weights (FSDP), whose gradients are reduced in float32, so "
+        "that their sums depend on the number of processes",
+        f"leave it out, or {MULTI_GPU}",
+    ),
+    Rule(
+        lambda f: f.is_reproducible and f.is_fp16,
+        "reproducible is given, but mixed_precision is fp16, whose loss scale is not part of exact sums",
+        "leave it out, or set mixed_precision to bf16 or no",
+    ),
+    Rule(
+        lambda f: f.is_sharded and f.is_fp16,
+        "mixed_precision is fp16, whose loss scale is not supported with FSDP",
+        "set it to bf16 or no",
+    ),
+    # A run from begin to end
+    Rule(
+        lambda f: f.overwrite_output_dir and f.resume_from_checkpoint,
+        "overwrite_output_dir and resume_from_checkpoint exclude each other",
+        "leave one out",
+    ),
+    Rule(
+        lambda f: f.overwrite_output_dir and f.fault_tolerance == "restart",
+        "overwrite_output_dir and fault_tolerance restart exclude each other, as each restart would delete the run",
+        "leave one out",
+    ),
+    Rule(
+        lambda f: f.max_train_minutes is not None and will_be_restarted(),
+        "max_train_minutes is {f.max_train_minutes}, but the launcher's --max_restarts would start the run again",
+        "leave one out",
+    ),
+    Rule(
+        lambda f: f.torch_compile and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))),
+        "torch_compile is true, but there is no C++ compiler",
+        "install g++, or leave it out",
+    ),
+    *each(
+        ("early_stopping_patience", "load_best_model_at_end"),
+        lambda name: Rule(
+            lambda f: f[name] and f.eval_steps is None,
+            f"{name} compares evaluations, but there is one only",
+            "set eval_steps",
+        ),
+    ),
+    Rule(
+        lambda f: f.merge_adapter and f.lora_rank is None,
+        "merge_adapter is true, but lora_rank is null, so that there is no adapter",
+        "leave it out, or set lora_rank",
+    ),
+    Rule(
+        lambda f: f.push_to_hub and f.lora_rank is not None and not f.merge_adapter and f.model_name_or_path is None,
+        "push_to_hub is true, but the adapter's base has random weights, which are not on the hub",
+        "add --merge_adapter, or set model_name_or_path",
+    ),
+]
