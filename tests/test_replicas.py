@@ -14,7 +14,8 @@ from compare import parameters, relative
 from test_steps import Ragged
 from torch import nn
 
-from samestep.contrib.replication.replicas import GradientBuffer, ReplicaAccelerator
+from samestep.contrib.replication.gradients import GradientBuffer
+from samestep.contrib.replication.replica_accelerator import ReplicaAccelerator
 from samestep.contrib.replication.shared_folder import SharedFolder
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order

@@ -12,7 +12,7 @@ from faults import train_with_code
 from torch import nn
 
 from samestep.contrib import stragglers
-from samestep.training.watch import RunReader
+from samestep.contrib.watching.watch import RunReader
 
 SLOW = """
 import os, types

@@ -98,7 +98,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
     output_dir = train("mine", flags)
     front, text = read_card(output_dir)
     results = json.loads((output_dir / "all_results.json").read_text())
-    assert (front["license"], front["pipeline_tag"], front["library_name"]) == ("mit", "fill-mask", "transformers")
+    assert (front["license"], front.pipeline_tag, front["library_name"]) == ("mit", "fill-mask", "transformers")
     assert "base_model" not in front
     assert "datasets" not in front
     assert "Python's own documentation" not in text
@@ -156,9 +156,9 @@ def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):
     recipe = load("finetune_glue_bert_base", {"dataset_config_name": "mrpc"})
     training = card.Training(recipe, run_settings.RunSettings(recipe=""), None, None, None, None, None, 1)
     front = training.metadata("transformers")
-    assert (front["base_model"], front["datasets"]) == (recipe.model_name_or_path, [recipe.dataset_name])
-    assert front["pipeline_tag"] == "text-classification"
-    assert "license" not in front
+    assert (front.base_model, front.datasets) == (recipe.model_name_or_path, [recipe.dataset_name])
+    assert front.pipeline_tag == "text-classification"
+    assert "license" not in front.to_dict()
     assert recipe.data_name.endswith("mrpc")
 
 

@@ -147,8 +147,10 @@ class Steps(Dataset):
         deals_whole: cut the step as for one process, and deal the micro-batches to the processes: so the micro-batches do not
             depend on the number of processes.
         random_steps: every so many steps, one is cut at random; None: never.
-        own_parts: parts of the step, of which the layout has the number, that this process computes one after the other; empty:
-            the part of its own number.
+
+    Attributes:
+        own_parts: parts of the step, of which the layout has the number, that this process computes one after the other; empty,
+            unless it is set: the part of its own number.
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -165,7 +167,6 @@ class Steps(Dataset):
         same_num_micro_batches: bool = False,
         deals_whole: bool = False,
         random_steps: int | None = None,
-        own_parts: Sequence[int] = (),
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -173,12 +174,10 @@ class Steps(Dataset):
                 "or more"
             )
         self.source, self.order, self.layout = source, order, layout
-        self.process_index, self.max_tokens, self.same_num_micro_batches = (
-            process_index,
-            max_tokens,
-            same_num_micro_batches,
-        )
-        self.deals_whole, self.random_steps, self.own_parts = deals_whole, random_steps, own_parts
+        self.process_index, self.max_tokens = process_index, max_tokens
+        self.same_num_micro_batches, self.deals_whole = same_num_micro_batches, deals_whole
+        self.random_steps = random_steps
+        self.own_parts: Sequence[int] = ()
 
     def __getitem__(self, step: int) -> StepData:
         source: Any = self.source  # one with a mixture counts samples by source, too
@@ -314,13 +313,8 @@ class Steps(Dataset):
 
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
         """Change the caps by which steps are cut from now on."""
-        layout = self.layout
         self.max_tokens = max_tokens
-        self.layout = solve_layout(
-            num_processes=layout.num_processes,
-            global_batch_size=layout.global_batch_size,
-            per_device_train_batch_size=per_device_train_batch_size,
-        )
+        self._solve(self.layout.num_processes, per_device_train_batch_size)
 
     def set_process(self, process_index: int, num_processes: int) -> None:
         """Cut steps for another number of processes from now on: k changes, and the caps stay.
@@ -329,12 +323,15 @@ class Steps(Dataset):
             process_index: number of this process among them.
             num_processes: N.
         """
-        layout = self.layout
         self.process_index = process_index
+        self._solve(num_processes, self.layout.per_device_train_batch_size)
+
+    def _solve(self, num_processes: int, cap: int) -> None:
+        """Cut steps for so many processes, and micro-batches of so many samples at most, from now on."""
         self.layout = solve_layout(
             num_processes=num_processes,
-            global_batch_size=layout.global_batch_size,
-            per_device_train_batch_size=layout.per_device_train_batch_size,
+            global_batch_size=self.layout.global_batch_size,
+            per_device_train_batch_size=cap,
         )
 
     def halve(self, step: int) -> bool:

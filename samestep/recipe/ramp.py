@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from samestep.recipe import catalog as recipes
+from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
 from samestep.recipe.recipe import Recipe
 
@@ -82,12 +83,11 @@ def make_recipe(recipe: Recipe, ramp: Ramp, run: str) -> tuple[Recipe, dict[str,
     if recipe.lr_num_steps is not None or recipe.lr_first_step:
         return None
     old_batch, numbers = recipe.global_batch_size, recipe.scaled_hyperparameters()
-    first, *others = ramp.stages
-    stages = [f"{first[1]}", *(f"{size} at {start:g}" for start, size in others)]
+    starts, sizes = zip(*ramp.stages, strict=True)
     rate = "linear" if recipe.optimizer_name == "sgd" else "sqrt"
     changes: dict[str, Any] = {
-        "global_batch_size": ramp.stages[-1][1],
-        "batch_schedule": f"{', '.join(stages)}, rate by {rate}",
+        "global_batch_size": sizes[-1],
+        "batch_schedule": BatchSchedule(kind="stages", sizes=sizes, boundaries=starts[1:], rate=rate),
         "learning_rate": numbers.learning_rate,
         "learning_rate_batch_size": old_batch,
         "lr_scaling_rule": "none",
@@ -102,8 +102,8 @@ def make_recipe(recipe: Recipe, ramp: Ramp, run: str) -> tuple[Recipe, dict[str,
     if recipe.num_train_epochs is not None:
         changes["num_train_epochs"] = float(f"{recipe.num_train_epochs * ramp.tokens:.4g}")
     if recipe.num_warmup_steps is not None and numbers.warmup_epochs is None:
-        changes["num_warmup_steps"] = round(recipe.num_warmup_steps * old_batch / first[1])
-    values = recipes.overlay(dataclasses.asdict(recipe), changes) | {
+        changes["num_warmup_steps"] = round(recipe.num_warmup_steps * old_batch / sizes[0])
+    values = recipes.overlay(vars(recipe), changes) | {
         "name": f"{recipe.name}_ramp",
         "source": f"{recipe.name}, its batch of {old_batch} made to grow by the gradient noise of {run}",
         "expect": "not measured with these values",
@@ -111,5 +111,5 @@ def make_recipe(recipe: Recipe, ramp: Ramp, run: str) -> tuple[Recipe, dict[str,
     changed = type(recipe)(**values)
     if changed.problems():
         return None
-    pairs = {name: [getattr(recipe, name), getattr(changed, name)] for name in changes}
-    return changed, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    old, new = recipe.decisive_fields(), changed.decisive_fields()
+    return changed, {name: [old[name], new[name]] for name in changes if old[name] != new[name]}

@@ -66,7 +66,7 @@ from samestep.recipe.reading import (
     read_text,
     read_yaml,
 )
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import VARIANTS, Recipe
 from samestep.recipe.run_files import STATE, find_problems
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
@@ -872,9 +872,12 @@ def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, Sta
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
+    """Read the values of a checkpoint's recipe.yaml, as `Recipe.decisive_fields` has them."""
     try:
-        return read_yaml(folder / "recipe.yaml", "recipe.yaml")
-    except UsageError as error:
+        values = read_yaml(folder / "recipe.yaml", "recipe.yaml")
+        sentences = {name: kind.read(values[name]).sentence for name, kind in VARIANTS.items() if values.get(name)}
+        return values | sentences
+    except (UsageError, TypeError) as error:
         raise UsageError(f"checkpoint {format_name(folder)} is damaged: {error}. Resume from an older one") from None
 
 
@@ -887,10 +890,10 @@ def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | 
     if state.recipe_fingerprint == recipe.fingerprint:
         return None
     saved = _read_recipe(folder)
-    values = {name: saved.get(name) for name in LATER_FIELDS}
-    if all(getattr(recipe, name) == value for name, value in values.items()):
+    values, ours = {name: saved.get(name) for name in LATER_FIELDS}, recipe.decisive_fields()
+    if all(ours[name] == value for name, value in values.items()):
         return None  # an earlier version's, without fields that are null here
-    return build(type(recipe), dataclasses.asdict(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
+    return build(type(recipe), vars(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
 
 
 def load(

@@ -162,7 +162,7 @@ def check_recipe(accelerator: Accelerator, recipe: Recipe) -> None:
     """
     shards = is_sharded(accelerator)
     sent = find_refusal(
-        communication=recipe.exchange,
+        communication=recipe.communication,
         mixed_precision=accelerator.mixed_precision,
         is_sharded=shards,
         num_processes=accelerator.num_processes,

@@ -101,7 +101,7 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
     noise = noise_by_sample(model, recipe.seed)
     run.say(*model.notes, *noise.notes, *optim.find_notes(recipe))
     candidates: Any = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
-    kernels.choose(accelerator, recipe, settings, model, train, candidates)
+    kernels.choose_kernel(accelerator, recipe, settings, model, train, candidates)
     kernel = pretrained.find_noisy_kernel(model)
     if kernel and settings.reproducible is None:
         run.say(

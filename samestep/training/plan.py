@@ -102,7 +102,7 @@ def cut_steps(run: "Run", train: Any) -> Steps:
         run: the run.
         train: the training data.
     """
-    return Steps(
+    steps = Steps(
         train,
         run.plan.order,
         run.plan.layout,
@@ -111,5 +111,6 @@ def cut_steps(run: "Run", train: Any) -> Steps:
         same_num_micro_batches=waits_in_forward(run.accelerator, run.network.model),
         deals_whole=run.reduction.is_exact,
         random_steps=run.settings.noise_scale_steps,
-        own_parts=run.reduction.own_parts,
     )
+    steps.own_parts = run.reduction.own_parts
+    return steps

@@ -201,7 +201,7 @@ class Run:
         settings, recovery = self.settings, self.recovery
         check_terms(train, self.recipe.loss_weights)
         if not settings.rehearse and not self.reduction.is_exact:  # whose size decides the bits
-            micro_batch_size.fit(recovery, self.network.forward_backward)
+            micro_batch_size.fit_micro_batch(recovery, self.network.forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.network.compute_loss)
         self.say(describe_session(self, train))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
-from samestep.recipe.batch_schedule import parse
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.copies import Copies, Peers, Store
@@ -22,9 +21,9 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
     ("samestep.contrib.replication.reduction:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
     (
         "samestep.contrib.communication.reductions:LocalSteps",
-        lambda recipe, settings: recipe.exchange is not None and recipe.exchange.is_local,
+        lambda recipe, settings: recipe.communication is not None and recipe.communication.is_local,
     ),
-    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.exchange is not None),
+    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.communication is not None),
     ("samestep.contrib.folding:Folding", lambda recipe, settings: recipe.accumulation == "optimizer"),
     ("samestep.training.reduction:ExactSums", lambda recipe, settings: settings.reproducible is not None),
     ("samestep.training.reduction:Reduction", lambda recipe, settings: True),
@@ -54,7 +53,7 @@ def _is_there(place: str) -> bool:
 
 
 def _follows_noise(recipe: Recipe) -> bool:
-    return recipe.batch_schedule is not None and parse(recipe.batch_schedule).kind == "noise"
+    return recipe.batch_schedule is not None and recipe.batch_schedule.kind == "noise"
 
 
 def make_parts(run: "Run", parts: list[Part]) -> None:
@@ -73,7 +72,7 @@ def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
     """Find the class of a run's accelerator."""
     if settings.fault_tolerance != "step":
         return Accelerator
-    kind: type[Accelerator] = _load("samestep.contrib.replication.replicas:ReplicaAccelerator")
+    kind: type[Accelerator] = _load("samestep.contrib.replication.replica_accelerator:ReplicaAccelerator")
     return kind
 
 

@@ -26,11 +26,12 @@ from safetensors.torch import save_file
 from samestep.cli import main
 from samestep.contrib.noise.growth import NoiseFollower
 from samestep.contrib.replication.shared_folder import SharedFolder
+from samestep.contrib.watching import watch
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
-from samestep.recipe.batch_schedule import parse
+from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.step.exact_sum import ExactSum
-from samestep.training import checkpoint, output_folder, plots, watch
+from samestep.training import checkpoint, output_folder, plots
 
 RUN = recipes.load("gpt2_small_cpu")
 NUM_STEPS = 40
@@ -278,7 +279,7 @@ def _checkpoint() -> None:
     except checkpoint.DamagedCheckpoint as error:
         raise UsageError(f"checkpoint-3 is damaged: {error}") from None
     # What a run does with the state
-    follower = NoiseFollower(parse("noise 0.05 from 4"), 64, state.growth)
+    follower = NoiseFollower(BatchSchedule.read("noise 0.05 from 4"), 64, state.growth)
     follower.describe("sqrt")
     exact_sum = ExactSum(torch.nn.Linear(1, 1))
     if state.exact_sum is not None:

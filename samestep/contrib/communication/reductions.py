@@ -33,7 +33,7 @@ class Exchanging(Unrepeatable):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.communication = self.recipe.exchange
+        self.communication = self.recipe.communication
         self.num_parts = self.communication.num_workers
         accelerator = self.accelerator
         self.own_parts = find_own_workers(self.num_parts, accelerator.num_processes, accelerator.process_index)

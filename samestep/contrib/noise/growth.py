@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from samestep.contrib.noise.scale import NoiseScale
-from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes, parse
+from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share
 from samestep.training.parts import Part, find_part
 from samestep.training.report import round_to_6
@@ -23,7 +23,7 @@ class Growth(Part):
     def __init__(self, run: Run):
         assert run.recipe.batch_schedule is not None
         self.run, self.scale = run, find_part(run.parts, NoiseScale)
-        growth = parse(run.recipe.batch_schedule)
+        growth = run.recipe.batch_schedule
         self.follower = NoiseFollower(growth, run.recipe.global_batch_size, run.start.state.growth)
 
     def end_step(self, step: RunStep) -> None:
@@ -72,8 +72,8 @@ class NoiseFollower:
     """
 
     def __init__(self, growth: BatchSchedule, largest: int, record: dict[str, Any] | None = None):
-        self.growth, self.sizes = growth, make_sizes(growth.sizes[0], largest)
-        record = record or {"stages": [(0, growth.sizes[0])], "measurements": [], "since": 0}
+        self.growth, self.sizes = growth, make_sizes(growth.smallest, largest)
+        record = record or {"stages": [(0, growth.smallest)], "measurements": [], "since": 0}
         self.stages = [Stage(*stage) for stage in record["stages"]]
         self.measurements = [Measurement(*measurement) for measurement in record["measurements"]]
         self.since = record["since"]
@@ -90,7 +90,7 @@ class NoiseFollower:
         self.since += 1
         if self.since < MEASUREMENTS:
             return None
-        self.since, first = 0, self.growth.sizes[0]
+        self.since, first = 0, self.growth.smallest
         share = find_signal_share([self.measurements], first)
         if not share.is_known:
             return None

@@ -80,7 +80,7 @@ class Replicated(Reduction):
         return self.inner.num_averaged
 
     def seed_noise(self, step: RunStep) -> None:
-        accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=self.replicas.rank)
+        accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=self.replicas.place.rank)
 
     def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         return self.inner.micro_batches(step)
@@ -118,7 +118,7 @@ class Replicated(Reduction):
         return self.inner.explain(error)
 
     def list_parts(self, data: StepData) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]] | None:
-        return self.replicas.list_parts(data)
+        return self.replicas.roll_call.list_parts(data)
 
     @property
     def saves(self) -> bool:
