@@ -307,8 +307,7 @@ def test_cpu_is_not_forced_when_not_asked_for(bare, env):
         bare.setenv(key, value)
     made = SimpleNamespace(num_processes=1, torch_device_mesh=None, mixed_precision="no", device=torch.device("cpu"))
     settings = {}
-    bare.setattr(launch, "Accelerator", lambda **kwargs: settings.update(kwargs) or made)
-    launch.create_accelerator()
+    launch.create_accelerator(kind=lambda **kwargs: settings.update(kwargs) or made)
     assert settings["cpu"] is False
 
 
@@ -397,13 +396,12 @@ def test_emulated_bf16_is_refused(bare, major, precision, refused):
     made = SimpleNamespace(
         num_processes=1, torch_device_mesh=None, mixed_precision=precision, device=torch.device("cuda", 0)
     )
-    bare.setattr(launch, "Accelerator", lambda **kwargs: made)
     if refused:
-        (problem,) = problems()
+        (problem,) = problems(kind=lambda **kwargs: made)
         assert "Tesla T4 only emulates it" in problem
         assert problem.endswith("set it to fp16")
     else:
-        assert launch.create_accelerator() is made
+        assert launch.create_accelerator(kind=lambda **kwargs: made) is made
 
 
 @pytest.mark.parametrize(

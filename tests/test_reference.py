@@ -125,7 +125,7 @@ def test_sources_are_given_their_numbers(tmp_path):
     train, held_out = Pairs(), Pairs(seed=1, num_pairs=3)
     settings = SimpleNamespace(per_device_eval_batch_size=4, dtype="float64")
     run = SimpleNamespace(recipe=SimpleNamespace(seed=0), settings=settings, accelerator=create_accelerator())
-    run.output_dir, run.train = tmp_path, train
+    run.output_dir, run.data = tmp_path, (train, held_out)
     add_reference(run, Model, train, held_out)
     add_reference(run, Model, train, None)
     model = Model().double()

@@ -77,11 +77,9 @@ class Run:
         )
         interrupt.outlive_readers()
         quiet_libraries()
-        settings = self.settings
+        settings, options = self.settings, {"recipe": self.recipe} | self.settings.accelerator_options
         kind = ways.choose_accelerator(settings)
-        self.accelerator = accelerator = launch.create_accelerator(
-            kind=kind, recipe=self.recipe, **settings.accelerator_options
-        )
+        self.accelerator = accelerator = launch.create_accelerator(kind=kind, **options)
         self.say(*notes)
         if settings.rehearse:
             arguments = argv, task, description
