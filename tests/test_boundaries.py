@@ -22,9 +22,8 @@ FLOORS = [
     ["models"],
     ["training"],
     ["cli"],
-    ["contrib"],
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"contrib": len(FLOORS)}
 TORCHLESS = {"errors", "interrupt", "printing", "pages", "recipe", "cut"}
 PLANNED_WITH = {"cli", "errors", "printing", "pages", "recipe", "cut"}
 """Rooms that the planner may import from."""

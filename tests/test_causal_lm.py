@@ -622,15 +622,12 @@ class AdapterRun:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         settings = RunSettings(recipe="", output_dir=str(output_dir))
-        state = checkpoint.State()
         self.saver = checkpoint.Saver(
             self.accelerator,
             self.recipe,
-            self.model,
-            self.optimizer,
-            self.fingerprints,
             settings,
-            state,
+            checkpoint.Trained(self.model, self.optimizer, self.fingerprints),
+            0,
             Reduction(self.accelerator, self.recipe, settings),
         )
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, pipeline
 
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.training import card, plots, report
+from samestep.training import card, plots, progress, report
 from samestep.training import run as running
 
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
@@ -23,13 +23,13 @@ SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, monkeypatch, capsys):
     printed, bars, times = [], [], [0.0]
     start, evaluate, log_step = report.RunLog.start, running.evaluate, report.RunLog.step
-    monkeypatch.setattr(report, "time", types.SimpleNamespace(perf_counter=lambda: sum(times), monotonic=lambda: 0.0))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: sum(times), monotonic=lambda: 0.0))
     monkeypatch.setattr(tqdm.std, "time", lambda: sum(times))
 
     def note_start(log):
         printed.append(capsys.readouterr())
         start(log)
-        bars.append(log.bar)
+        bars.append(log.progress.bar)
 
     def slow(*arguments):
         times.append(100.0)

@@ -38,11 +38,11 @@ def main() -> int | None:
 def answer(name: str, argv: list[str]) -> int | None:
     """Answer one command; return its exit code. Raises UsageError, also where the package that answers it is not installed."""
     module, function = COMMANDS[name].answered_by.split(":")
-    package = module.partition(".")[0]
+    package = ".".join(module.split(".")[: 2 if ".contrib." in module else 1])  # what may be missing
     try:
         answers = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
+        if not f"{error.name}.".startswith(f"{package}."):
             raise
         needed = "samestep.contrib" if package == "samestep" else package
         rule = f"{program_name()} {name} needs the package {needed}, which is not installed: pip install samestep"

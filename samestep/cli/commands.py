@@ -35,6 +35,15 @@ COMMANDS = {
         ),
         examples="list\nlist bert wikipedia",
     ),
+    "show": Command(
+        answered_by="samestep.cli.catalog:show_recipe",
+        summary="show every field of a recipe, also those of the recipes that it extends",
+        description=(
+            "Shows a recipe of the catalog, or a file, whole: the value of every field, its own and those of the recipes that "
+            "it extends. What is printed is a recipe file, too."
+        ),
+        examples="show gpt2_xl_8xa100",
+    ),
     "plan": Command(
         answered_by="stepplan.cli.dispatch:plan",
         summary="plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
@@ -117,7 +126,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="watch runs/first",
     ),
     "advise": Command(
-        answered_by="stepplan.cli.advise:advise",
+        answered_by="samestep.contrib.advice.command:advise",
         summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
         description=(
             "Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, "

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep.errors import UsageError
+from samestep.step.pieces import split_memory
 
 FACTOR = 1 + 2.0**-44
 OFFSET = 3 * 2.0**51
@@ -36,10 +37,6 @@ HEADROOM = 4
 """Largest gradients may grow by 2^4 from a step to the next before a step is done again."""
 SLACK = 12
 """Largest gradients may shrink by 2^12 below what the quantum was made for."""
-PIECES = {"cpu": 2**17}
-"""Numbers of a tensor that are computed at once, so that a CPU's cache holds them."""
-PIECE = 2**25
-"""The same elsewhere, so that temporaries stay small."""
 NOT_FINITE = 10_000
 """Exponent that is said of gradients that are not finite; those of float32 are below 129."""
 
@@ -142,12 +139,6 @@ class ExactSum:
     def close(self) -> None:
         """Let go of the parameters."""
         self.parameters, self.sums, self.pieces = [], {}, {}
-
-
-def split_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a small tensor as it is; split a large one, which fills its memory, into flat pieces in memory order."""
-    size = PIECES.get(tensor.device.type, PIECE)
-    return (tensor,) if tensor.numel() <= size else tensor.as_strided((tensor.numel(),), (1,)).split(size)
 
 
 def add_exactly(values: Iterable[float]) -> float:

@@ -109,7 +109,7 @@ class Training:
             "seed": recipe.seed,
             "num_devices": self.accelerator.num_processes,
             "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
-            "total_train_batch_size": recipe.batch_schedule or self.layout.global_batch_size,
+            "total_train_batch_size": str(recipe.batch_schedule or "") or self.layout.global_batch_size,
             "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
             "max_grad_norm": recipe.max_grad_norm,
             "lr_scheduler_type": recipe.lr_scheduler_type,
@@ -120,8 +120,8 @@ class Training:
 
     def describe_communication(self) -> str | None:
         """Say what another algorithm than the exact step was, if one was."""
-        if self.recipe.exchange is not None:
-            return communication.describe(self.recipe.exchange)
+        if self.recipe.communication is not None:
+            return communication.describe(self.recipe.communication)
         if self.settings.reduce_dtype == "own":
             return None
         return communication.describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from samestep._internals.torch_operators import foreach_mul_, foreach_norm
 from samestep.contrib.optim.random_projection import Signs, project
 from samestep.errors import UsageError
-from samestep.step.exact_sum import PIECE, PIECES, split_memory
+from samestep.step.pieces import count_at_once, split_memory
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
 COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
@@ -516,7 +516,7 @@ class Bucket:
             for piece, moments in zip(split_memory(parameter.detach()), self.pieces[parameter], strict=True):
                 rows.append((parameter, piece, *moments))
                 num_numbers += piece.numel()
-                if num_numbers >= PIECES.get(self.flat.device.type, PIECE):
+                if num_numbers >= count_at_once(self.flat.device):
                     yield tuple(map(list, zip(*rows, strict=True)))  # rows become columns
                     rows, num_numbers = [], 0
         if rows:
