@@ -32,8 +32,8 @@ from typing import Any
 
 import harness
 
+from samestep.contrib.advice import advice
 from samestep.recipe import catalog as recipes
-from stepplan import advice
 
 RECIPES = {
     "gpt2_small_cpu": (10, "--n_layer 2 --n_embd 128 --block_size 64 --n_positions 64 --vocab_size 2048"),

@@ -49,7 +49,7 @@ from harness import Program, peak_memory, running_time, spread, table
 from images import write_photographs
 from shakespeare import NANOGPT_FLAGS, prepare_nanogpt
 
-from samestep.data.documents import load_documents
+from samestep.data.documents import load_rows
 from samestep.models import pretrained as models
 from samestep.recipe.catalog import load
 from samestep.recipe.recipe import Recipe
@@ -141,7 +141,7 @@ WORKLOADS = {
 
 def write_data(work: Path, arguments: argparse.Namespace) -> None:
     """Write the data of workloads that have to be made or copied."""
-    documents = load_documents(train_file=None, dataset_name="builtin/python_docs")["text"]
+    documents = load_rows(train_file=None, dataset_name="builtin/python_docs").rows["text"]
     joined = ["\n".join(documents[start::8]) for start in range(8)]  # so long that only their ends are short samples
     lines = [json.dumps({"text": text}) + "\n" for text in joined]
     (work / "joined.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -248,9 +248,9 @@ def _train_timed(script, argv: list[str], timeline: Path) -> int:
         step(log, data, *arguments)
         note("step", data.step + 1)
 
-    def timed_save(saver, number, *arguments):
+    def timed_save(saver, number, *arguments, **keywords):
         note("save", number)
-        save(saver, number, *arguments)
+        save(saver, number, *arguments, **keywords)
         saved.append(number)
         note("saved", number)
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import harness
 import yaml
+from peer_decoder import PeerDecoder, PeerTuning, adjust_gradients
 
 from samestep.cut.layout import solve_layout
 from stepplan import base_models, hardware, timing
-from stepplan.decoder import Decoder, Program, Tuning
+from stepplan.hardware import Hardware
 from stepplan.memory import Memory, planned_memory
 from stepplan.placement import RESERVED
-from stepplan.timing import SUSTAINED, Software, StepTime
+from stepplan.timing import SUSTAINED, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
@@ -31,12 +32,13 @@ def read_rows(kind: str) -> Any:
     return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
 
 
-def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Decoder:
+def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> PeerDecoder:
     """Make the model of a row as its program computes it."""
-    method = Tuning(
+    method = PeerTuning(
         rank=row.get("rank"),
         targets=tuple(row.get("targets", ("all-linear",))),
         weight_bytes=row.get("weights", 2),
+        matrix_bytes=row.get("weights", 2),
         adapter_bytes=2,
         is_quantized="quantized" in row,
         doubles_scales=row.get("quantized") != "single",
@@ -45,7 +47,7 @@ def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> De
     program = dict(programs[row["program"]])
     if program.pop("unties_head", False):
         shape = dataclasses.replace(shape, tied_head=False)
-    return Decoder(shape=shape, sequence_length=row["length"], method=method, program=Program(**program))
+    return PeerDecoder(shape=shape, sequence_length=row["length"], method=method, **program)
 
 
 def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Memory:
@@ -56,16 +58,18 @@ def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Mem
         per_device_train_batch_size=row["b"],
         gradient_accumulation_steps=row.get("k", 1),
     )
-    return planned_memory(
-        make_decoder(row, programs),
+    model, gradient_bytes = make_decoder(row, programs), row.get("weights", 2)
+    memory = planned_memory(
+        model,
         layout,
         mixed_precision="bf16",
         gradient_checkpointing=row["recomputed"] != "none",
         sharded=row.get("sharded", False),
         offloaded=row.get("offloaded", False),
         moment_bytes=row["moments"],
-        gradient_bytes=row.get("weights", 2),
+        gradient_bytes=gradient_bytes,
     )
+    return adjust_gradients(memory, model, layout, gradient_bytes)
 
 
 def compare_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -129,9 +133,10 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         gradient_checkpointing=recomputed,
         sharded=is_sharded,
         num_shards=row.get("num_shards"),
-        offloaded=row.get("offloaded", False),
         sustained=dict.fromkeys(SUSTAINED, sustained),
     )
+    if row.get("offloaded", False):
+        step = offload(step, work, software, machine, row["k"])
     if share == 1:
         return step
     # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
@@ -140,6 +145,23 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
     pair = dataclasses.replace(hardware.parse(row["hardware"]), num_devices=share, num_nodes=1)
     exposed = step.exposed_communication + sums * timing.all_reduce(pair, size)
     return dataclasses.replace(step, exposed_communication=exposed)
+
+
+HOST_LINK, HOST_MEMORY = 25e9, 200e9
+"""Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
+channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
+
+
+def offload(step: StepTime, work: Work, software: Software, machine: Hardware, k: int) -> StepTime:
+    """Add the time of weights, gradients and moments that are divided and in host memory (FSDP2's CPU offload).
+
+    They cross `HOST_LINK` for every gather and reduction, and `HOST_MEMORY` in the update.
+    """
+    num_bytes = 2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained
+    computing = step.products + step.memory_traffic + step.weights + step.launches
+    waiting = max(0.0, k * num_bytes / machine.num_processes / HOST_LINK - computing)
+    update = work.trained * software.optimizer_bytes / HOST_MEMORY / machine.num_nodes
+    return dataclasses.replace(step, exposed_communication=step.exposed_communication + waiting, optimizer=update)
 
 
 def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> float:

@@ -33,6 +33,7 @@ import torch
 import yaml
 from torch import nn
 
+from samestep.contrib.noise.meter import NoiseMeter
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order, sample_rng
 from samestep.data import sentence_pairs, token_blocks
@@ -43,7 +44,6 @@ from samestep.recipe import batch_size
 from samestep.recipe import catalog as recipes
 from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.step import losses
-from samestep.step.noise_scale import NoiseMeter
 from samestep.training.run import Run
 
 WIDTH, BATCH = 64, 24
@@ -262,7 +262,7 @@ class Loop:
         order = Order(len(source), self.recipe.global_batch_size, 0)
         options = {"process_index": 0}
         self.steps = Steps(source, order, layout, **options)
-        self.measured_steps = Steps(source, order, layout, noise_scale_steps=1, **options)
+        self.measured_steps = Steps(source, order, layout, random_steps=1, **options)
         self.meter = NoiseMeter(dict(self.model.named_parameters()))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         self.weights = torch.tensor(list(self.recipe.loss_weights.values()))
@@ -270,11 +270,11 @@ class Loop:
     def step(self, data: StepData) -> float:
         """Take a step; its seconds."""
         start = harness.clock()
-        if data.is_measured:
+        if data.is_cut_at_random:
             self.meter.begin(data.micro_batch_counts, data.counts)
         for micro_batch in data.micro_batches:
             losses.weighted_loss(self.model(**micro_batch)[0], data.counts, self.weights).backward()
-        if data.is_measured:
+        if data.is_cut_at_random:
             self.meter.finish(1.0)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -298,7 +298,7 @@ def measure_cost(name: str, num_steps: int) -> dict[str, Any]:
     for number in range(1, num_steps + 1):
         plain, measured = copy.copy(loop.steps[number]), loop.measured_steps[number]
         first, second = (plain, measured) if number % 2 else (measured, plain)
-        seconds = {data.is_measured: loop.step(data) for data in (first, second)}
+        seconds = {data.is_cut_at_random: loop.step(data) for data in (first, second)}
         ratios.append(seconds[True] / seconds[False])
     result = {"case": name, "steps": num_steps, "ratios": ratios}
     print(name, statistics.median(ratios), file=sys.stderr)

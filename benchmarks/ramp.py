@@ -81,7 +81,7 @@ def measure_reach(num_seeds: int, work: Path, threads: int) -> dict[str, Any]:
     work.mkdir(parents=True, exist_ok=True)
     for way, recipe in made.items():
         (work / f"{way}.yaml").write_text(dataclasses.replace(recipe, name=way).to_yaml())
-        result["batches"][way] = recipe.batch_schedule or recipe.global_batch_size
+        result["batches"][way] = str(recipe.batch_schedule or "") or recipe.global_batch_size
     for seed in range(1, 1 + num_seeds):
         for way in WAYS:
             done = train(str(work / f"{way}.yaml"), seed, work / f"{way}-{seed}", [], threads)

@@ -41,7 +41,8 @@ from samestep.cut.order import Order
 from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.recipe import run_settings as run
-from samestep.training import checkpoint, stragglers
+from samestep.recipe.run_files import TIMES
+from samestep.training import checkpoint
 
 STEPS, EVERY = 40, 3
 FLAGS = (
@@ -129,7 +130,7 @@ def differences_at_the_end(output_dir: Path, reference: Path) -> list[str]:
 
 def _untimed_metrics(output_dir: Path) -> list[dict]:
     lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    times = ("seconds", *stragglers.KEYS)
+    times = ("seconds", *TIMES)
     return [{name: value for name, value in line.items() if name not in times} for line in lines]
 
 

@@ -248,13 +248,9 @@ def expectation(row: dict[str, Any], about: dict[str, Any]) -> str:
 def write_expectation(name: str, row: dict[str, Any], about: dict[str, Any]) -> None:
     """Write the field `expect` of a recipe in the catalog."""
     file = harness.ROOT / "recipes" / "catalog" / f"{name}.yaml"
-    lines = textwrap.fill(
-        expectation(row, about), 120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    lines = textwrap.fill(f'expect: "{expectation(row, about)}"', 120, subsequent_indent="  ", break_on_hyphens=False)
     text = file.read_text(encoding="utf-8")
-    file.write_text(
-        re.sub(r"^expect: .*?(?=^\S)", lambda _: f"expect: >-\n{lines}\n", text, flags=re.M | re.S), encoding="utf-8"
-    )
+    file.write_text(re.sub(r"^expect: .*?(?=^\S)", lambda _: f"{lines}\n", text, flags=re.M | re.S), encoding="utf-8")
 
 
 def part(results: dict) -> str:

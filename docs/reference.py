@@ -26,7 +26,7 @@ from samestep import cli
 from samestep._internals.library_output import quiet_libraries
 from samestep.errors import exit_code
 from samestep.recipe.catalog import TASKS
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import VARIANTS, Recipe
 from stepplan.hardware import load_device, names_by_memory
 
 DOCS = Path(__file__).resolve().parent
@@ -40,7 +40,7 @@ def name_type(hint: Any) -> str:
         return " or ".join(map(name_type, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         return f"list of {name_type(typing.get_args(hint)[0])}s"
-    return TYPES[hint]
+    return "mapping" if hint in VARIANTS.values() else TYPES[hint]
 
 
 def first_sentence(item: Any) -> str:

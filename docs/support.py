@@ -16,7 +16,7 @@ from harness import table
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import TASKS, catalog_names, load
-from samestep.recipe.communication import parse as parse_communication
+from samestep.recipe.communication import Communication
 from samestep.recipe.launches import find_refusal
 from stepplan.hardware import parse
 from stepplan.methods import METHODS
@@ -141,7 +141,7 @@ def communication() -> str:
     """Make the table of algorithms that send less, by precision and launcher."""
     lines = []
     for text in COMMUNICATIONS:
-        found, cells = parse_communication(text), []
+        found, cells = Communication.read(text), []
         for precision, is_sharded in LAUNCHES:
             refusal = find_refusal(communication=found, mixed_precision=precision, is_sharded=is_sharded)
             cells.append(

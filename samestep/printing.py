@@ -15,6 +15,20 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def round_number(value: float) -> str:
+    """Write a number of 0.01 or more in two or three significant digits, with words for large ones.
+
+    >>> [round_number(value) for value in (0, 0.0312, 5.42, 81.84, 869.3, 111269, 32768e6, 2.5e12)]
+    ['0', '0.031', '5.4', '82', '869', '111,000', '32.8 billion', '2.5 trillion']
+    """
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if value >= size:
+            return f"{value / size:.3g} {word}"
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value >= 0.01 else "0" if not value else "under 0.01"
+
+
 def line_width(most: int) -> int:
     """Return how many columns a line may have: `most`, or what a narrower terminal has."""
     return min(most, shutil.get_terminal_size().columns) if _is_terminal() else most

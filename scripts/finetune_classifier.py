@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from samestep.data import labelled_texts
 from samestep.errors import exit_code
 from samestep.models.text_classification import ClassificationSums
-from samestep.training import evaluation, plots, report
+from samestep.training import evaluation, plots, publishing
 from samestep.training.run import Run
 
 USAGE = """\
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             scores = evaluation.judge(accelerator, recipe.metrics, logits, held_out, settings.trust_metric_code)
             run.log.add_evaluation(run.completed_steps, sums, scores)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
-                report.save_best(accelerator, run.output_dir, run.bare_model.bert, train.tokenizer)
+                publishing.save_best(accelerator, run.output_dir, run.bare_model.bert, train.tokenizer)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]
         return settings.early_stopping_patience is not None and num_worse >= settings.early_stopping_patience
 

@@ -174,15 +174,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
             f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
             f"{', '.join(MODEL_TYPES)}; --trace finds its memory with torch"
         )
-    for field, largest in FIELDS.items():
-        value = config.get(field)
-        smallest = 0 if field in MAY_BE_ZERO else 1
-        is_size = isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= largest
-        if value is not None and not is_size:
-            raise UsageError(
-                f"{name}: {field} is {format_value(value)} in its configuration, must be a whole number from {smallest} to "
-                f"{largest:,}"
-            )
+    configs.check_sizes(config, name, FIELDS, MAY_BE_ZERO)
 
     def need(field: str) -> int:
         if config.get(field) is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,7 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     def refuse(field: str, value: Any, rule: str) -> None:
         raise UsageError(f"{name}: {field} is {format_value(value)} in its configuration, must be {rule}")
 
-    for field, largest in SIZES.items():
-        value = config.get(field)
-        if value is not None and not _is_size(value, largest):
-            refuse(field, value, f"a whole number from 1 to {largest:,}")
+    check_sizes(config, name, SIZES)
     for field, largest in LISTS.items():
         value = config.get(field, [1])
         is_list = isinstance(value, list) and 0 < len(value) <= MAX_STAGES
@@ -152,8 +149,21 @@ def _check(config: Mapping[str, Any], name: str) -> None:
         refuse("layer_type", config["layer_type"], "basic or bottleneck")
 
 
-def _is_size(value: Any, largest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+def check_sizes(
+    config: Mapping[str, Any], name: str, fields: Mapping[str, int], may_be_zero: Sequence[str] = ()
+) -> None:
+    """Raise UsageError for the first of `fields`, each with its largest value, that is there and no valid size."""
+    for field, largest in fields.items():
+        value, smallest = config.get(field), 0 if field in may_be_zero else 1
+        if value is not None and not _is_size(value, largest, smallest):
+            raise UsageError(
+                f"{name}: {field} is {format_value(value)} in its configuration, must be a whole number from {smallest} to "
+                f"{largest:,}"
+            )
+
+
+def _is_size(value: Any, largest: int, smallest: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= largest
 
 
 def _count_labels(config: Mapping[str, Any]) -> int:
@@ -169,6 +179,10 @@ def _masked_language_model(config: Mapping[str, Any], length: int) -> Transforme
     return dataclasses.replace(pretraining, num_outside=num_outside, flops_per_sample=flops)
 
 
+def _bert_classifier(config: Mapping[str, Any], length: int) -> Transformer:
+    return transformer.bert({**config, "num_labels": _count_labels(config)}, length, None)
+
+
 def _resnet(config: Mapping[str, Any], _: int | None) -> convnet.ConvNet:
     return convnet.resnet({**config, "num_labels": _count_labels(config)}, IMAGE, IMAGE)
 
@@ -176,13 +190,9 @@ def _resnet(config: Mapping[str, Any], _: int | None) -> convnet.ConvNet:
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "BertForPreTraining": lambda config, length: transformer.bert(config, length, length),
     "BertForMaskedLM": _masked_language_model,
-    "BertForSequenceClassification": lambda config, length: transformer.bert(
-        {**config, "num_labels": _count_labels(config)}, length, None
-    ),
+    "BertForSequenceClassification": _bert_classifier,
     "RobertaForMaskedLM": _masked_language_model,
-    "RobertaForSequenceClassification": lambda config, length: transformer.bert(
-        {**config, "num_labels": _count_labels(config)}, length, None
-    ),
+    "RobertaForSequenceClassification": _bert_classifier,
     "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),
     "ResNetForImageClassification": _resnet,
 }

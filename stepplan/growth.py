@@ -6,7 +6,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from stepplan.hardware import MAX_DEVICES, Device, Hardware, load_device, names_by_memory
-from stepplan.placement import Placement, place
+from stepplan.placement import Placement, try_placement
 from stepplan.workload import Workload
 
 MOST_DEVICES = 128
@@ -128,10 +128,7 @@ def find_hardware(workload: Workload, hardware: Hardware, **options: Any) -> lis
 def _try_placement(workload: Workload, hardware: Hardware, **options: Any) -> Placement | None:
     if workload.global_batch_size < hardware.num_processes:
         return None
-    try:
-        return place(workload, hardware, **options)
-    except UsageError:
-        return None
+    return try_placement(lambda: workload, hardware, **options)
 
 
 def _efficiency(placement: Placement | None, first: Placement | None) -> float | None:

@@ -251,6 +251,7 @@ def planned_memory(
     if isinstance(model, Decoder) and model.method.matrix_bytes == 2:  # as files hold them, mostly in bf16
         cast_bytes = {"no": 4, "fp16": 2, "bf16": 0}[mixed_precision]
         model = dataclasses.replace(model, method=dataclasses.replace(model.method, cast_bytes=cast_bytes))
+    # Process 0 has the largest share, and no process needs more than it does
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     parts = (num_shards or layout.num_processes) if sharded else 1
     trained = -(-count_trained(model) // parts)
@@ -266,17 +267,8 @@ def planned_memory(
     if offloaded:
         trained = weights = 0
     gradients, moments = gradient_bytes * trained, round(moment_bytes * trained)
-    is_cut = layout.gradient_accumulation_steps > 1
-    if isinstance(model, Decoder) and model.program.sums_whole_gradients and is_cut:
-        gradients = gradient_bytes * count_trained(model)
-    if isinstance(model, Decoder) and not model.program.keeps_gradients:
-        # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
-        last = model.last_peak(num_samples, **{name: options[name] for name in ("autocast", "gradient_checkpointing")})
-        largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
-        at_end = min(gradients, gradient_bytes * largest) if model.program.updates_in_backward else gradients
-        gradients = at_end if sum(last) + at_end > max(map(sum, (first, *later))) else 0
-        first, later = (last, [last]) if gradients else (first, later)
     backward = max(later, key=sum)
+    # States are there all the time; which peak is the largest depends on the rest alone
     states = weights + gradients + moments
     peak = max(first, backward, key=sum)
     return Memory(

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from samestep.errors import UsageError
 from samestep.recipe.catalog import load, overlay
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
@@ -16,7 +15,7 @@ from stepplan.base_models import read_table, shape_from_config
 from stepplan.decoder import Shape
 from stepplan.growth import find_hardware
 from stepplan.hardware import Hardware
-from stepplan.placement import Placement, place
+from stepplan.placement import Placement, place, try_placement
 from stepplan.workload import Workload, from_recipe
 
 STARTING_RECIPE = "sft_small_cpu"
@@ -107,7 +106,7 @@ def make_model_workload(name: str, length: int, global_batch_size: int, changes:
 
 @functools.cache
 def _load_starting_values() -> dict[str, Any]:
-    return dataclasses.asdict(load(STARTING_RECIPE))
+    return dict(vars(load(STARTING_RECIPE)))
 
 
 def find_models(
@@ -165,14 +164,6 @@ def _find_lengths(name: str, method: Method, hardware: Hardware, lengths: list[i
         return None
     typical = longest if longest.workload.model.length <= TYPICAL_LENGTH else try_length(TYPICAL_LENGTH)
     return Fit(name, method, typical or longest, longest)
-
-
-def try_placement(make: Callable[[], Workload], hardware: Hardware, **options: Any) -> Placement | None:
-    """Place a workload; None: it cannot be made, or does not fit."""
-    try:
-        return place(make(), hardware, **options)
-    except UsageError:
-        return None
 
 
 # -------------------------------------------------------------------------------------------------------------- remedies

@@ -8,7 +8,7 @@ import functools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.cut.layout import Layout, shares, solve_layout
 from samestep.errors import UsageError
@@ -35,6 +35,15 @@ FASTER = 0.1  # share of the time of a step that gradient checkpointing must sav
 
 class TooLargeError(UsageError):
     """A workload of which not even one sample fits on the hardware."""
+
+
+class Way(NamedTuple):
+    """A way to compute a micro-batch, as of `Placement`."""
+
+    mixed_precision: str
+    gradient_checkpointing: bool
+    sharded: bool
+    num_shards: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +90,17 @@ class Placement:
 
     def _predict_step(self, size: int) -> StepTime:
         """Predict a step of another size, in micro-batches as large as those of the global batch."""
-        b = self.layout.per_device_train_batch_size
-        n = self.layout.num_processes
-        layout = solve_layout(num_processes=n, global_batch_size=size, per_device_train_batch_size=b)
-        options = self.mixed_precision, self.gradient_checkpointing, self.sharded, self.num_shards
-        return _predict_time(self.workload, self.hardware, layout, *options)
+        layout = _solve(self.hardware, size, self.layout.per_device_train_batch_size)
+        return _predict_time(self.workload, self.hardware, layout, self._way)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields that the user may ask for, by name."""
+        return {name: getattr(self, name) for name in ("mixed_precision", "gradient_checkpointing", "sharded")}
+
+    @property
+    def _way(self) -> Way:
+        return Way(**self.options, num_shards=self.num_shards)
 
     @property
     def needed_bytes(self) -> float:
@@ -99,9 +114,8 @@ class Placement:
 
     def with_micro_batch(self, b: int) -> "Placement":
         """Make the same placement in micro-batches of b samples, even if it does not fit; reason and warnings stay."""
-        options = self.mixed_precision, self.gradient_checkpointing, self.sharded, self.num_shards
-        layout, memory = _cut(self.workload, self.hardware, b, *options)
-        time = _predict_time(self.workload, self.hardware, layout, *options)
+        layout, memory = _cut(self.workload, self.hardware, b, self._way)
+        time = _predict_time(self.workload, self.hardware, layout, self._way)
         return dataclasses.replace(self, layout=layout, memory=memory, time=time)
 
     @property
@@ -232,35 +246,33 @@ def _choose_precision(hardware: Hardware, mixed_precision: str | None, sharded: 
     return precision
 
 
-def _list_candidates(
-    has_equal_layers: bool, num_processes: int, gradient_checkpointing: bool, sharded: bool
-) -> list[tuple[bool, bool]]:
-    """List pairs (gradient checkpointing, sharding), the fastest first; of what is not required, with and without.
+def _list_candidates(has_equal_layers: bool, num_processes: int, wanted: Way) -> list[Way]:
+    """List ways, the fastest first: of gradient checkpointing and sharding, where they are not required, with and without.
 
-    >>> _list_candidates(True, 2, False, False), _list_candidates(False, 2, False, True)
-    ([(False, False), (True, False), (False, True), (True, True)], [(False, True)])
+    >>> [way[1:3] for way in _list_candidates(True, 2, Way("no", False, False))]
+    [(False, False), (True, False), (False, True), (True, True)]
+    >>> _list_candidates(False, 2, Way("no", False, True))
+    [Way(mixed_precision='no', gradient_checkpointing=False, sharded=True, num_shards=None)]
     """
-    shardings = [True] if sharded else [False, True] if num_processes > 1 and has_equal_layers else [False]
-    recomputations = [True] if gradient_checkpointing else [False, True] if has_equal_layers else [False]
-    return [(recomputed, is_sharded) for is_sharded in shardings for recomputed in recomputations]
+    shardings = [True] if wanted.sharded else [False, True] if num_processes > 1 and has_equal_layers else [False]
+    recomputations = [True] if wanted.gradient_checkpointing else [False, True] if has_equal_layers else [False]
+    return [Way(wanted.mixed_precision, again, sharded) for sharded in shardings for again in recomputations]
 
 
-def _fits(workload: Workload, hardware: Hardware, precision: str, b: int, *options: Any) -> bool:
-    return _add_margins(_cut(workload, hardware, b, precision, *options)[1]) <= hardware.device.memory_bytes
+def _fits(workload: Workload, hardware: Hardware, b: int, way: Way) -> bool:
+    return _add_margins(_cut(workload, hardware, b, way)[1]) <= hardware.device.memory_bytes
 
 
-def _explain_need(
-    workload: Workload, hardware: Hardware, precision: str, candidates: Sequence[tuple[Any, ...]], min_batch: int
-) -> UsageError:
-    """Make the error for `min_batch` samples that fit by no candidate: pairs (gradient checkpointing, sharding)."""
+def _explain_need(workload: Workload, hardware: Hardware, candidates: Sequence[Way], min_batch: int) -> UsageError:
+    """Make the error for `min_batch` samples that fit by no candidate."""
     capacity = hardware.device.memory_bytes
 
     def find_need(b: int) -> float:
-        return min(_add_margins(_cut(workload, hardware, b, precision, *options)[1]) for options in candidates)
+        return min(_add_margins(_cut(workload, hardware, b, way)[1]) for way in candidates)
 
     size = f"{find_need(1) / 1e9:.1f} GB for a single sample, of {capacity / 1e9:.1f} GB"
     if find_need(1) > capacity:
-        offloaded = _explain_offloading(workload, hardware, precision)
+        offloaded = _explain_offloading(workload, hardware, candidates[0].mixed_precision)
         return TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least{offloaded}")
     share = shares(workload.global_batch_size, hardware.num_processes)[0]
     largest = _find_largest(lambda b: find_need(b) <= capacity, share)
@@ -300,78 +312,63 @@ def place(
     num_processes, precision = hardware.num_processes, _choose_precision(hardware, mixed_precision, sharded)
     model, batch = workload.model, workload.global_batch_size
     share = shares(batch, num_processes)[0]
-
-    def try_batch(b: int, *options: Any) -> tuple[Layout, Memory]:
-        return _cut(workload, hardware, b, precision, *options)
-
-    fits = functools.partial(_fits, workload, hardware, precision)
-    request = solve_layout(
-        num_processes=num_processes,
-        global_batch_size=batch,
-        per_device_train_batch_size=per_device_train_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
+    fits = functools.partial(_fits, workload, hardware)
+    cuts: dict[str, Any] = {
+        "per_device_train_batch_size": per_device_train_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+    }
+    request = solve_layout(num_processes=num_processes, global_batch_size=batch, **cuts)
     is_free = per_device_train_batch_size is None and gradient_accumulation_steps is None
     min_batch = 1 if is_free else request.per_device_train_batch_size
-    candidates = _list_candidates(model.has_equal_layers, num_processes, gradient_checkpointing, sharded)
-    refusals = {is_sharded: workload.find_refusal(precision, is_sharded) for _, is_sharded in candidates}
-    allowed = [options for options in candidates if not refusals[options[1]]]
-    options = next((options for options in allowed if fits(min_batch, *options)), None)
-    refused = [options for options in candidates if refusals[options[1]]]
-    if options is None and refused and (not allowed or any(fits(min_batch, *options) for options in refused)):
-        refusal, is_sharded = refusals[refused[0][1]], refused[0][1]
+    wanted = Way(precision, gradient_checkpointing, sharded)
+    candidates = _list_candidates(model.has_equal_layers, num_processes, wanted)
+    refusals = {way.sharded: workload.find_refusal(precision, way.sharded) for way in candidates}
+    allowed = [way for way in candidates if not refusals[way.sharded]]
+    way = next((way for way in allowed if fits(min_batch, way)), None)
+    refused = [way for way in candidates if refusals[way.sharded]]
+    if way is None and refused and (not allowed or any(fits(min_batch, way) for way in refused)):
+        refusal, is_sharded = refusals[refused[0].sharded], refused[0].sharded
         if precision != "fp16" or mixed_precision is not None:
             raise UsageError(_explain(refusal, workload, hardware, mixed_precision, sharded, is_sharded))
-        placement = place(
-            workload,
-            hardware,
-            per_device_train_batch_size=per_device_train_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            mixed_precision="no",
-            gradient_checkpointing=gradient_checkpointing,
-            sharded=sharded,
-        )
+        flags = {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}
+        placement = place(workload, hardware, **cuts, **flags, mixed_precision="no")
         reason = f"{placement.reason}; in float32, as the programs refuse fp16 here ({refusal.reason})"
         return dataclasses.replace(placement, reason=reason)
-    candidates = allowed
-    if options is None:
-        raise _explain_need(workload, hardware, precision, candidates, min_batch)
+    if way is None:
+        raise _explain_need(workload, hardware, allowed, min_batch)
 
-    def find_fastest(*options: Any) -> tuple[Layout, Memory, StepTime, tuple[Any, ...], float]:
-        """Find the largest micro-batch, with activations computed again where that saves time; what it saves."""
-        b, recomputed = min_batch, (True, *options[1:])
+    def try_largest(way: Way) -> tuple[Layout, Memory, StepTime]:
+        b = min_batch
         if is_free:
-            b = _find_largest(lambda b: fits(b, *options), share)
+            b = _find_largest(lambda b: fits(b, way), share)
             b = -(-share // -(-share // b))  # the smallest b with the same k: equal micro-batches
-        layout, memory = try_batch(b, *options)
-        time = _predict_time(workload, hardware, layout, precision, *options)
-        if (
-            is_free
-            and recomputed[:2] in candidates
-            and options != recomputed
-            and layout.gradient_accumulation_steps > 1
-        ):
-            most = _find_largest(lambda b: fits(b, *recomputed), share)
-            other_layout, other_memory = try_batch(-(-share // -(-share // most)), *recomputed)
-            other_time = _predict_time(workload, hardware, other_layout, precision, *recomputed)
-            if (gained := 1 - other_time.total / time.total) > FASTER:
-                return other_layout, other_memory, other_time, recomputed, gained
-        return layout, memory, time, options, 0.0
+        layout, memory = _cut(workload, hardware, b, way)
+        return layout, memory, _predict_time(workload, hardware, layout, way)
+
+    def find_fastest(way: Way) -> tuple[Layout, Memory, StepTime, Way, float]:
+        """Find the largest micro-batch, with activations computed again where that saves time; what it saves."""
+        layout, memory, time = try_largest(way)
+        recomputed = way._replace(gradient_checkpointing=True)
+        may_recompute = recomputed._replace(num_shards=None) in allowed and way != recomputed
+        if is_free and may_recompute and layout.gradient_accumulation_steps > 1:
+            other = try_largest(recomputed)
+            if (gained := 1 - other[2].total / time.total) > FASTER:
+                return *other, recomputed, gained
+        return layout, memory, time, way, 0.0
 
     names = {
-        "gradient checkpointing": options[0] > gradient_checkpointing,
-        "sharded weights (FSDP2)": options[1] > sharded,
+        "gradient checkpointing": way.gradient_checkpointing > gradient_checkpointing,
+        "sharded weights (FSDP2)": way.sharded > sharded,
     }
-    layout, memory, time, chosen, gained = find_fastest(*options, None)
-    whole, saved = try_batch(share, *chosen)[1], 0.0
-    if options[1] and 1 < hardware.num_devices < num_processes:
-        groups = [(recomputed, True, hardware.num_devices) for recomputed, is_sharded in candidates if is_sharded]
-        if fitting := next((group for group in groups if fits(min_batch, *group)), None):
-            found = find_fastest(*fitting)
+    layout, memory, time, chosen, gained = find_fastest(way)
+    whole, saved = _cut(workload, hardware, share, chosen)[1], 0.0
+    if way.sharded and 1 < hardware.num_devices < num_processes:
+        groups = [each._replace(num_shards=hardware.num_devices) for each in allowed if each.sharded]
+        if fitting := next((group for group in groups if fits(min_batch, group)), None):
+            found = find_fastest(fitting)
             if found[2].total < (1 - WORTH) * time.total:
                 saved = 1 - found[2].total / time.total
                 layout, memory, time, chosen, gained = found
-    checkpointing, is_sharded, num_shards = chosen
     strategy, reason = _choose_strategy(layout, whole, hardware)
     if gained:
         reason += f"; gradient checkpointing allows micro-batches large enough to save {gained:.0%} of the time"
@@ -385,16 +382,21 @@ def place(
         workload=workload,
         hardware=hardware,
         layout=layout,
-        mixed_precision=precision,
-        gradient_checkpointing=checkpointing,
-        sharded=is_sharded,
+        **chosen._asdict(),
         memory=memory,
         strategy=strategy,
         reason=reason,
         warnings=tuple(_make_warnings(workload, layout, precision, hardware, time)),
         time=time,
-        num_shards=num_shards,
     )
+
+
+def try_placement(make: Callable[[], Workload], hardware: Hardware, **options: Any) -> Placement | None:
+    """Place a workload; None: it cannot be made, or does not fit."""
+    try:
+        return place(make(), hardware, **options)
+    except UsageError:
+        return None
 
 
 # What the planner can plan and no program here can run is said, never proposed
@@ -404,10 +406,8 @@ def _explain_offloading(workload: Workload, hardware: Hardware, precision: str) 
     """Say what a sample would need with its states in the hosts' memory, where it would fit so; else nothing."""
     if hardware.num_processes == 1 or workload.find_refusal(precision, True) or not workload.model.has_equal_layers:
         return ""
-    batch = workload.global_batch_size
-    layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=1)
-    options = {"mixed_precision": precision, "gradient_checkpointing": True, "sharded": True, "offloaded": True}
-    needed = _add_margins(workload.memory(layout, **options))
+    layout = _solve(hardware, workload.global_batch_size, 1)
+    needed = _add_margins(workload.memory(layout, **Way(precision, True, True)._asdict(), offloaded=True))
     if needed > hardware.device.memory_bytes:
         return ""
     return (
@@ -434,47 +434,24 @@ def _explain(
     return f"{subject}{refusal.reason}: {'leave --sharded out' if sharded else refusal.remedy}"
 
 
-def _cut(
-    workload: Workload,
-    hardware: Hardware,
-    b: int,
-    precision: str,
-    checkpointing: bool,
-    sharded: bool,
-    num_shards: int | None = None,
-) -> tuple[Layout, Memory]:
+def _solve(hardware: Hardware, batch: int, b: int) -> Layout:
+    return solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
+
+
+def _cut(workload: Workload, hardware: Hardware, b: int, way: Way) -> tuple[Layout, Memory]:
     """Compute layout and memory with micro-batches of b samples."""
-    batch = workload.global_batch_size
-    layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
-    options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing, "sharded": sharded}
-    return layout, workload.memory(layout, **options, num_shards=num_shards)
+    layout = _solve(hardware, workload.global_batch_size, b)
+    return layout, workload.memory(layout, **way._asdict())
 
 
-def _predict_time(
-    workload: Workload,
-    hardware: Hardware,
-    layout: Layout,
-    precision: str,
-    checkpointing: bool,
-    sharded: bool,
-    num_shards: int | None = None,
-) -> StepTime:
-    model = workload.model
+def _predict_time(workload: Workload, hardware: Hardware, layout: Layout, way: Way) -> StepTime:
+    model, (precision, checkpointing, sharded, num_shards) = workload.model, way
     software = default_software(
         precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes, sharded=sharded
     )
     software = dataclasses.replace(software, orthogonalized=workload.orthogonalized)
-    work = count_work(model, precision)
-    return step_time(
-        work,
-        layout,
-        hardware,
-        precision,
-        software,
-        gradient_checkpointing=checkpointing,
-        sharded=sharded,
-        num_shards=num_shards,
-    )
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "sharded": sharded, "num_shards": num_shards}
+    return step_time(count_work(model, precision), layout, hardware, precision, software, **options)
 
 
 def _choose_strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:

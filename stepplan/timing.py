@@ -56,9 +56,6 @@ CALIBRATION = Calibration(
     loading=4.75e-3,
 )
 
-HOST_LINK, HOST_MEMORY = 25e9, 200e9
-"""Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
-channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
 NEWTON_SCHULZ_STEPS = 5
 """Steps of Muon's iteration: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
 SUSTAINED = {"h100": 0.746, "h200": 0.746}
@@ -310,7 +307,6 @@ def step_time(
     gradient_checkpointing: float = False,
     sharded: bool = False,
     num_shards: int | None = None,
-    offloaded: bool = False,
     reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
     calibration: Calibration = CALIBRATION,
@@ -345,8 +341,6 @@ def step_time(
         sharded: FSDP2 instead of DDP.
         num_shards: devices that divide the weights, at most those of a node, where groups of them hold them all (HSDP); None:
             all devices divide.
-        offloaded: whether the divided weights, their gradients and moments are in host memory (FSDP2's CPU offload): they
-            cross `HOST_LINK` for every gather and reduction, and `HOST_MEMORY` in the update.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
         calibration, sustained: other constants, to fit them.
@@ -358,8 +352,10 @@ def step_time(
         raise UsageError(
             f"{hardware} has {format_count(hardware.num_processes, 'process')}, the layout {layout.num_processes}"
         )
+    # All wait for the process with the largest share
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
+    # Recomputing is a forward more: its products, its traffic, its reads of the weights, its launches
     passes = 1 + gradient_checkpointing * work.forward_share
     fused = software.kernels == "compiled"
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
@@ -383,12 +379,6 @@ def step_time(
     )
     optimizer = work.trained * software.optimizer_bytes / bandwidth / parts
     orthogonalization, exchange, exposed_exchange = _orthogonalization(software, hardware, sharded, calibration)
-    if offloaded:
-        crossing = (
-            k * (2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained) / parts
-        )
-        exposed += max(0.0, crossing / HOST_LINK - computing)
-        optimizer = work.trained * software.optimizer_bytes / HOST_MEMORY / hardware.num_nodes
     return StepTime(
         products=products,
         memory_traffic=memory_traffic,
@@ -481,8 +471,9 @@ def _communication(
         total = work.num_layers * (2 * gather + reduction)
         return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
     num_bytes = software.gradient_bytes * work.trained
-    num_buckets = math.ceil(num_bytes / BUCKET) if software.overlapped else 1
+    num_buckets = max(1, math.ceil(num_bytes / BUCKET)) if software.overlapped else 1  # adapters may match nothing
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
     total, times = num_buckets * bucket, k if reduce_every_micro_batch else 1  # seconds of a reduction, reductions
+    # The last bucket begins when the backward ends, so that nothing hides it
     backward = BACKWARD * seconds if software.overlapped else 0.0
     return times * total, times * min(total, max(0.0, total - backward) + bucket)

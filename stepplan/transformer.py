@@ -166,6 +166,10 @@ class Transformer:
             head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
                             4 V h if it is not tied
 
+        Where the last layer is computed for Q = num_queries tokens of a sample only, it keeps b Q a + b (T - Q) context_bytes,
+        and is not recomputed; then the largest backward is that of the layer before it, of L - 1, with at least 4 h of the
+        layer's own output.
+
         Measured on the CPU, where gradients exist already: the formula over the profiler's peak was 0.96 to 1.03 (0.92 to 1.00
         with gradient_checkpointing) on 2 to 8 layers of width 128 and 256, the low end at 67 characters and 2 layers, where the
         matmuls' weight gradients, not counted, weigh most. Lower is only GPT-2 under autocast with far more words than tokens
@@ -174,17 +178,21 @@ class Transformer:
         """
         h, layer = self.hidden_size, self.layer_bytes(autocast=autocast)
         cast_bytes = 2 if autocast else 0  # bytes per parameter
-        if self.num_queries is not None:
-            return self._unpadded_peaks(num_samples, layer, autocast, gradient_checkpointing)
         tokens, places = self._sizes(num_samples)
-        full_layer = tokens * layer + (places - tokens) * self._table_bytes(layer, autocast)
-        saved_bytes = self.num_layers * (tokens * 4 * h if gradient_checkpointing else full_layer)
-        recomputed_bytes = full_layer - tokens * 4 * h if gradient_checkpointing else 0
+        full_layer, inputs = tokens * layer + (places - tokens) * self._table_bytes(layer, autocast), tokens * 4 * h
+        # What each layer keeps, and what a layer computes again in its backward
+        kept, again = (inputs, full_layer - inputs) if gradient_checkpointing else (full_layer, 0)
+        whole = earlier = self.num_layers * kept
+        own_inputs = inputs * (autocast and self.post_norm) * (1 + gradient_checkpointing)
+        if self.num_queries is not None:  # the largest backward of a layer is that of the last one but one
+            earlier = (self.num_layers - 1) * kept
+            whole = earlier + self._last_layer_bytes(num_samples, tokens, places, layer, autocast)
+            own_inputs = inputs * (1 + (autocast and gradient_checkpointing))
         if self.window is not None and self.window < self.length - 1:
-            saved_bytes += places * (2 if autocast else 4) * round_up(self.length, 4)
+            masks = places * (2 if autocast else 4) * round_up(self.length, 4)
+            whole, earlier = whole + masks, earlier + masks
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
         square = self.eager_attention * pair * self.num_heads * self.length
-        inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
         temporary = max(self.layer.temporary_bytes[autocast], square - self.layer.feed_forward_bytes[autocast])
         outside_bytes = 8 * tokens * h + num_samples * self.more_outside_bytes[autocast]
         matrix = self.vocab_size * h
@@ -195,13 +203,19 @@ class Transformer:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
         forward, backward = self._head_bytes(num_samples, autocast)
         tied_bytes = 8 if autocast or self.chunked_head else 12
-        layer_peak = saved_bytes + recomputed_bytes + inputs + tokens * temporary
+        in_layer = earlier + again + own_inputs + tokens * temporary
         return (
-            Peak(cast_bytes * num_cast, saved_bytes + outside_bytes, forward),
-            Peak(cast_bytes * num_cached[0], saved_bytes + outside_bytes, backward),
-            Peak(cast_bytes * num_cached[1], layer_peak, 4 * matrix * self.tied_head),
+            Peak(cast_bytes * num_cast, whole + outside_bytes, forward),
+            Peak(cast_bytes * num_cached[0], whole + outside_bytes, backward),
+            Peak(cast_bytes * num_cached[1], in_layer, 4 * matrix * self.tied_head),
             Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
+
+    def _last_layer_bytes(self, num_samples: int, tokens: int, places: int, layer: int, autocast: bool) -> int:
+        """Count what a last layer keeps that is computed for queries only; other tokens leave their keys and values."""
+        spare = places > num_samples * self.length or round_up(self.num_queries, 4) > self.num_queries
+        queries = round_up(num_samples * self.num_queries + spare, 6)
+        return queries * layer + (tokens - queries) * self.context_bytes[autocast]
 
     def sharded_peaks(
         self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool, gathered_bytes: int, num_processes: int
@@ -250,50 +264,6 @@ class Transformer:
             Peak(caches[2], max(0, layer.activations - kept), waiting, w * (outside + 3 * size) + 4 * size),
             Peak(0, 0, last, w * outside + 4 * size),
             Peak(0, 0, 0, (w + 4) * outside + result + 4 * size),
-        )
-
-    def _unpadded_peaks(
-        self, num_samples: int, layer: int, autocast: bool, gradient_checkpointing: bool
-    ) -> tuple[Peak, ...]:
-        """Count the bytes of `peaks` for a model that `samestep.models.attention` computes.
-
-        With a' = `layer_bytes`, tokens n' and samples b' rounded up as in that module, and Q = num_queries
-
-        End of the forward, backward of the head
-            activations     n' ((L - 1) a' + 8 h) + b Q a' + b (T - Q) context_bytes; attention's tables, 16 h (8 h) of a',
-                            b' / b times. With gradient_checkpointing n' (4 h (L - 1) + 8 h) and the last layer, which is not
-                            recomputed
-        Backward of the layer before the last
-            activations     n' (L - 1) a', with gradient_checkpointing n' (4 h (L - 2) + a'), and gradients as in `peaks`,
-                            with at least 4 h of the layer's own output
-        """
-        h, length = self.hidden_size, self.length
-        tokens, places = self._sizes(num_samples)
-        full_layer = tokens * layer + (places - tokens) * self._table_bytes(layer, autocast)
-        # Of the last layer only the queries are computed; the other tokens leave their keys and values
-        spare = places > num_samples * length or round_up(self.num_queries, 4) > self.num_queries
-        queries = round_up(num_samples * self.num_queries + spare, 6)
-        last_layer = queries * layer + (tokens - queries) * self.context_bytes[autocast]
-        outside_bytes, matrix, cast_bytes = 8 * tokens * h, self.vocab_size * h, 2 if autocast else 0
-        whole, earlier = (self.num_layers - 1) * full_layer + last_layer, (self.num_layers - 1) * full_layer
-        if gradient_checkpointing:
-            whole = 4 * h * tokens * (self.num_layers - 1) + last_layer
-            earlier = 4 * h * tokens * (self.num_layers - 2) + full_layer
-        pair = 6 if autocast else 8 - 4 * self.attention_dropout
-        square = self.eager_attention * pair * self.num_heads * length
-        temporary = tokens * max(self.layer.temporary_bytes[autocast], square - self.layer.feed_forward_bytes[autocast])
-        gradients = temporary + tokens * 4 * h * (1 + (autocast and gradient_checkpointing))
-        num_cast = self.num_parameters - matrix * (not self.tied_head)
-        num_cached = (num_cast, num_cast)
-        if gradient_checkpointing:
-            num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
-        forward, backward = self._head_bytes(num_samples, autocast)
-        tied_bytes = 8 if autocast else 12
-        return (
-            Peak(cast_bytes * num_cast, whole + outside_bytes, forward),
-            Peak(cast_bytes * num_cached[0], whole + outside_bytes, backward),
-            Peak(cast_bytes * num_cached[1], earlier + gradients, 4 * matrix * self.tied_head),
-            Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
 
     def _sizes(self, num_samples: int) -> tuple[int, int]:

@@ -126,10 +126,8 @@ def from_model(
     *,
     global_batch_size: int,
     optimizer: str = "adamw",
-    num_steps: int | None = None,
-    steps_per_epoch: float | None = None,
     attention: str = "sdpa",
-    critical_batch_size: float | None = None,
+    **fields: Any,
 ) -> Workload:
     """Make the workload of a step of any model, without clipping.
 
@@ -138,9 +136,8 @@ def from_model(
         name: the model's name, for messages.
         global_batch_size: B.
         optimizer: adamw or sgd, with momentum.
-        num_steps, steps_per_epoch: as in `Workload`.
         attention: sdpa or eager, of transformers.
-        critical_batch_size: samples, for a warning.
+        fields: others of `Workload`.
 
     Raises:
         UsageError: eager attention for a model without attention.
@@ -149,13 +146,11 @@ def from_model(
         name=name,
         model=_set_attention(model, attention, name),
         global_batch_size=global_batch_size,
-        num_steps=num_steps,
-        steps_per_epoch=steps_per_epoch,
         moment_bytes=MOMENTS[optimizer],
         optimizer_bytes=UPDATE[optimizer],
         optimizer=optimizer,
         batch_normalization=isinstance(model, ConvNet) and not model.group_norm,
-        critical_batch_size=critical_batch_size,
+        **fields,
     )
 
 
@@ -227,7 +222,7 @@ def from_recipe(
         base_quantization=getattr(recipe, "base_quantization", None),
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
-        communication=recipe.exchange,
+        communication=recipe.communication,
     )
 
 

@@ -52,6 +52,8 @@ FORKS = pytest.StashKey[Server]()
 FORK_SERVER = os.environ.setdefault("TESTS_FORK_SERVER", f"{_HOME.name}/forks")
 """Address of the fork server: the first process's, which workers of pytest-xdist inherit."""
 IMPORTED_LATE = ("torch._dynamo", "scipy.io", "sklearn.datasets", "sklearn.metrics", "sentence_transformers", "trl")
+IMPORTED_LATE += ("stepplan.prediction", "samestep.models.bert_pretraining", "samestep.models.gpt2_pretraining")
+IMPORTED_LATE += ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 """What libraries and programs import when they use it: once in the fork server, and not in every process again."""
 TOOLS = {"hypothesis", "lightning", "psutil", "sentence_transformers", "tensorboard", "trl"}
 MISSING = sorted(name for name in TOOLS.union(*EXTRAS.values()) if find_spec(name) is None)

@@ -201,7 +201,7 @@ def test_a_batch_that_grows_with_the_noise():
     assert found.steps == pytest.approx((1.047 * 16 / 19 + 1.05 * 16 / 24 + (1.025 + 1.05) * 16 / 32) / 4, rel=1e-2)
     old = recipes.load("gpt2_small_cpu")
     new, changes = ramp.make_recipe(old, found, "run")
-    assert new.batch_schedule == "19, 24 at 0.25, 32 at 0.5, rate by sqrt"
+    assert str(new.batch_schedule) == "19, 24 at 0.25, 32 at 0.5, rate by sqrt"
     assert changes["global_batch_size"] == [16, 32]
     plan = step_plan.plan_steps(new, 1000)
     assert plan.num_samples == pytest.approx(16 * old.max_train_steps * found.tokens, rel=0.01)

@@ -82,7 +82,7 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
     assert torch.allclose(logits, expected, rtol=1e-12)
 
 
-def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
+def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
     """Compute on a CPU what torch's kernel of that name computes."""
     parts = []
     for (start_q, stop_q), (start_k, stop_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):

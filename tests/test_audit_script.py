@@ -17,9 +17,10 @@ from common import ROOT, fresh_accelerator
 from waiting import PATIENCE
 
 from stepaudit.errors import UsageError
+from stepaudit.interview import honours_num_items
 from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, compare, find_faults
 from stepaudit.random_projection import EXACT_SIZE, sketch
-from stepaudit.record import EnoughSteps, Recorder, _honours_num_items
+from stepaudit.record import EnoughSteps, Recorder
 from stepaudit.recording import Recording
 from stepaudit.script import Variation, audit_script, make_variations, record
 from stepaudit.table import table
@@ -305,7 +306,7 @@ def test_asking_a_loss_about_num_items_leaves_no_trace():
             return types.SimpleNamespace(loss=self.norm(x).sum() * 0 + torch.rand(()) / num_items_in_batch)
 
     state, model = torch.get_rng_state(), Noisy()
-    assert _honours_num_items(model, (), {"x": torch.ones(3, 1), "num_items_in_batch": torch.tensor(4)})
+    assert honours_num_items(model, (), {"x": torch.ones(3, 1), "num_items_in_batch": torch.tensor(4)})
     assert torch.get_rng_state().equal(state)
     assert (model.norm.running_mean.item(), model.norm.num_batches_tracked.item()) == (0, 0)
 

@@ -114,7 +114,7 @@ def test_a_step_of_a_long_training_is_found_at_once():
         ("16, 64 at -1", "written like"),
         ("16.5, 64 at 0.5", "written like"),
         ("0, 64 at 0.5", "written like"),
-        ("32, 16 at 0.2, 64 at 0.5", "batches grow"),
+        ("32, 16 at 0.2, 64 at 0.5", "that grow"),
         ("16, 32 at 0.5, 64 at 0.2", "one after the other"),
         ("16, 64 at 0", "later than at 0"),
         ("16, 64 at 1", "below 1"),
@@ -126,7 +126,7 @@ def test_a_step_of_a_long_training_is_found_at_once():
         ("power 0.5 from 64", "global_batch_size 64"),
         ("seesaw from 100", "global_batch_size 64"),
         ("16, 32 at 0.5", "set it to 32"),
-        ("seesaw from 16, rate by sqrt", "written like"),
+        ("seesaw from 16, rate by sqrt", "seesaw has no 'rate'"),
         ("noise 2 from 16", "from 0.001 to 1"),
         ("noise 0.1 from 16", "num_train_epochs"),
     ],
@@ -220,12 +220,10 @@ def test_the_learning_rate_of_one_size_is_that_of_steps():
     schedule = usual.schedule(300, 62.5)
     assert [plan.schedule(step) for step in range(300)] == [schedule(step) for step in range(300)]
     assert plan.schedule.num_warmup_steps == 30
-    rate = dataclasses.replace(
-        recipe, batch_schedule="16, 64 at 1600 samples, rate by sqrt", learning_rate_batch_size=16
-    )
+    same = {"max_train_steps": 300, "num_warmup_steps": 30, "learning_rate_batch_size": 16}
     rates = [
-        plan_steps(each, 1000).schedule(150)
-        for each in (rate, dataclasses.replace(rate, batch_schedule="16, 64 at 1600 samples"))
+        plan_steps(small(f"16, 64 at 1600 samples{rate}", **same), 1000).schedule(150)
+        for rate in (", rate by sqrt", "")
     ]
     assert rates[0] == pytest.approx(2 * rates[1])
 

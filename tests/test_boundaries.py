@@ -22,9 +22,9 @@ FLOORS = [
     ["data"],
     ["models"],
     ["training"],
-    ["cli", "contrib"],
+    ["cli"],
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"contrib": len(FLOORS)}
 TORCHLESS = {"errors", "interrupt", "printing", "pages", "recipe", "cut"}
 PLANNED_WITH = {"cli", "errors", "printing", "pages", "recipe", "cut"}
 """Rooms that the planner may import from."""
@@ -118,7 +118,7 @@ def test_what_is_private_of_other_libraries_has_a_room():
 @pytest.mark.rooms
 def test_rooms_are_few():
     assert len(FLOOR) <= 13
-    assert len(FLOORS) <= 8
+    assert len(FLOORS) <= 9
     rooms = {
         path.stem for path in (ROOT / "samestep").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }

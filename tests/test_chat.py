@@ -11,7 +11,7 @@ from cases import keep
 from chat_bases import make_tokenizer, save_base, write_chats
 from transformers import AutoModelForCausalLM
 
-from samestep.cli.chat import INTERRUPTED, chat
+from samestep.contrib.chat import INTERRUPTED, chat
 from samestep.errors import UsageError
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 

@@ -35,7 +35,7 @@ from samestep.models import networks, resnet
 from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings as run
 from samestep.recipe.run_settings import RunSettings
-from samestep.training import checkpoint, launch, report
+from samestep.training import checkpoint, launch, output_folder, report
 from samestep.training.reduction import Reduction
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
@@ -443,9 +443,9 @@ class Small:
         run = RunSettings(
             recipe="", output_dir=str(output_dir), checkpoints_total_limit=limit, async_checkpointing=asynchronous
         )
-        state, reduction = checkpoint.State(step=start), Reduction(self.accelerator, self.recipe, run)
+        reduction = Reduction(self.accelerator, self.recipe, run)
         self.saver = checkpoint.Saver(
-            self.accelerator, self.recipe, self.model, self.optimizer, {}, run, state, reduction
+            self.accelerator, self.recipe, run, checkpoint.Trained(self.model, self.optimizer), start, reduction
         )
 
     def save(self, *steps):
@@ -664,7 +664,7 @@ def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
     begin.set()
     second.join()
     small.saver.close()
-    assert small.saver.model is small.saver.optimizer is None, "they must not outlive the process group"
+    assert small.saver.trained.model is small.saver.trained.optimizer is None, "they must not outlive the process group"
     assert threading.active_count() == num_threads
     for path in (tmp_path / "plain" / "checkpoint-1").iterdir():
         assert path.read_bytes() == (tmp_path / "run" / "checkpoint-1" / path.name).read_bytes(), path.name
@@ -989,7 +989,7 @@ def test_a_second_run_in_the_folder_is_refused(train):
     output_dir = train("run", "--global_batch_size 8 --stop_after_step 2")
     context = multiprocessing.get_context("fork")
     held = context.Event()
-    holder = context.Process(target=lambda: (report._lock(output_dir), held.set(), signal.pause()), daemon=True)
+    holder = context.Process(target=lambda: (output_folder._lock(output_dir), held.set(), signal.pause()), daemon=True)
     holder.start()
     try:
         assert held.wait(PATIENCE)

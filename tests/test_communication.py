@@ -15,7 +15,7 @@ from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.recipe.communication import count_sent_bytes, parse
+from samestep.recipe.communication import Communication, count_sent_bytes
 from samestep.recipe.launches import find_refusal
 from samestep.training.checkpoint import checkpoints, read
 
@@ -36,7 +36,7 @@ ALONE = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, 
     "text", [*KINDS.values(), "diloco of 8 workers every 500 steps, outer rate 0.4, outer momentum 0"]
 )
 def test_it_is_written_as_it_is_read(text):
-    assert parse(str(parse(text))) == parse(text)
+    assert Communication.read(str(Communication.read(text))) == Communication.read(text)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,16 @@ def test_it_is_written_as_it_is_read(text):
     [
         ("diloco", "written like"),
         ("diloco of 0 workers every 4 steps", "written like"),
-        ("diloco of 5000 workers every 4 steps", "at most 4096"),
-        ("diloco of 2 workers every 4 steps, outer rate 0, outer momentum 0.9", "outer rate"),
-        ("local_sgd of 2 workers every 4 steps, outer rate 1, outer momentum 0", "no outer optimizer"),
-        ("power_sgd of rank 2 from step 1", "step 2 or later"),
+        ("diloco of 5000 workers every 4 steps", "from 1 to 4,096"),
+        (
+            "diloco of 2 workers every 4 steps, outer rate 0, outer momentum 0.9",
+            "outer_learning_rate is 0.0, must be above 0",
+        ),
+        (
+            "local_sgd of 2 workers every 4 steps, outer rate 1, outer momentum 0",
+            "local_sgd has no 'outer_learning_rate'",
+        ),
+        ("power_sgd of rank 2 from step 1", "first_step is 1, must be from 2"),
         ("top_k 1 of 4 workers", "below 1"),
     ],
 )
@@ -98,17 +104,21 @@ def test_settings_that_suit_the_exchanges():
         "--recipe gpt2_small_cpu --stop_after_step 6 --checkpointing_steps 3 --eval_steps 9 --on_nonfinite skip".split()
     )
     recipe, _ = run_settings.parse([*argv, "--communication", KINDS["diloco"]], "gpt2_pretraining", "")
-    assert recipe.exchange.num_steps == 3
+    assert recipe.communication.num_steps == 3
     small, _ = run_settings.parse([*argv[:2], "--communication", KINDS["diloco"], "--rehearse"], "gpt2_pretraining", "")
-    assert small.exchange.num_steps == 1, "a rehearsal saves after its second step"
+    assert small.communication.num_steps == 1, "a rehearsal saves after its second step"
 
 
 @pytest.mark.parametrize(
     "launch", [{"is_sharded": True}, {"mixed_precision": "fp16"}, {"num_processes": 5, "mixed_precision": "bf16"}]
 )
 def test_launches_that_exclude_it(launch):
-    assert str(find_refusal(communication=parse(KINDS["diloco"]), **launch)).startswith("communication is diloco of 4")
-    assert find_refusal(communication=parse(KINDS["diloco"]), num_processes=4, mixed_precision="bf16") is None
+    assert str(find_refusal(communication=Communication.read(KINDS["diloco"]), **launch)).startswith(
+        "communication is diloco of 4"
+    )
+    assert (
+        find_refusal(communication=Communication.read(KINDS["diloco"]), num_processes=4, mixed_precision="bf16") is None
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the algorithms
@@ -130,7 +140,7 @@ def loss_of(model: nn.Module, step: int, worker: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
 def test_workers_do_what_the_paper_says(kind):
     """Beside W models and W AdamWs of their own, and the outer optimizer written out."""
-    found, model = parse(KINDS[kind].replace("4 workers", "3 workers")), build()
+    found, model = Communication.read(KINDS[kind].replace("4 workers", "3 workers")), build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     workers = LocalWorkers(ALONE, found, dict(model.named_parameters()), optimizer)
     models = [build() for _ in range(3)]
@@ -163,7 +173,7 @@ def test_workers_do_what_the_paper_says(kind):
 
 def test_top_k_sends_the_rest_later():
     """Nothing is lost: what was sent in all steps, and the errors, are the sum of all gradients; each sends its largest."""
-    found, model = parse("top_k 0.2 of 3 workers"), build()
+    found, model = Communication.read("top_k 0.2 of 3 workers"), build()
     compression, sent, given = TopK(ALONE, found, dict(model.named_parameters())), 0.0, 0.0
     for step in range(5):
         for worker in range(3):
@@ -189,7 +199,7 @@ def test_power_sgd_is_exact_at_first_then_of_low_rank(monkeypatch):
         return all_reduce(tensor, **how)
 
     monkeypatch.setattr(dist, "all_reduce", record)
-    found, model = parse("power_sgd of rank 1 from step 2"), build(12)
+    found, model = Communication.read("power_sgd of rank 1 from step 2"), build(12)
     compression = PowerSgd(ALONE, found, dict(model.named_parameters()), seed=3, step=0)
     try:
         for step in range(4):

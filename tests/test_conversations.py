@@ -856,9 +856,9 @@ def test_a_micro_batch_of_conversations(chats):
     assert (batch["input_ids"].shape[0], batch["ends"].shape) == (1, (4,))
     num_sequences, num_targets = check_row(source, samples, batch)
     assert (num_sequences, batch["counts"].tolist()) == (3, [num_targets])
-    source.loss_weighting = "sample"
+    source.recipe.loss_weighting = "sample"
     assert source.collate(samples)["counts"].tolist() == [3]
-    source.loss_weighting = "token"
+    source.recipe.loss_weighting = "token"
     empty = source.collate([])
     assert [list(empty[name].shape) for name in ("input_ids", "ends", "labels", "label_index", "counts")] == [
         [1, 1],

@@ -87,7 +87,7 @@ def test_sources_are_evaluated_apart_and_together(num_processes):
             share = SimpleNamespace(process_index=rank, num_processes=num_processes, device=accelerator.device)
             with mock.patch.object(evaluation, "gather_object", lambda shards: shards * 1):
                 ids = [np.flatnonzero(numbers == number) for number in (0, 1)]
-                evaluation._evaluate_logits(share, model, pairs, 0, 4, ids)
+                evaluation._evaluate(model, evaluation._Share(share, pairs, 0, 4, ids), has_logits=True)
     rows, groups = [row for rows, _ in parts for row in rows], parts[0][1]
     assert all(groups == other for _, other in parts)
     totals, by_source = evaluation._add_up(accelerator, rows, groups)

@@ -87,7 +87,7 @@ def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str
     candidates = {name: (lambda values=values: take(*values)) for name, values in ways.items()}
     settings = SimpleNamespace(speed=speed, dtype="float32")
     accelerator = launch.create_accelerator("no")
-    kernels.choose(accelerator, load("bert_small_cpu"), settings, model, source or Source(), candidates)
+    kernels.choose_kernel(accelerator, load("bert_small_cpu"), settings, model, source or Source(), candidates)
 
 
 def test_the_fastest_is_taken_and_remembered(capsys, monkeypatch):

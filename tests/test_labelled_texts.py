@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from samestep.data import labelled_texts
-from samestep.data.labelled_texts import Columns, find_classes, load_texts
+from samestep.data import labelled_texts, row_report
+from samestep.data.labelled_texts import Columns, find_classes, load_rows
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load
 
@@ -30,6 +30,10 @@ def write(path, rows=ROWS, header=("text", "other", "label")):
         lines = [separator.join(header), *(separator.join(map(quote, map(str, row))) for row in rows)]
         path.write_text("\n".join(lines) + "\n")
     return str(path)
+
+
+def load_texts(on_bad_row="refuse", **source):
+    return row_report.take_good([load_rows(**source)], on_bad_row)[0]
 
 
 def make_recipe(file, **changes):

@@ -23,7 +23,7 @@ from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from samestep.step import losses
-from stepplan import base_models, decoder, transformer
+from stepplan import base_models, transformer
 from stepplan.memory import Memory, model_from_recipe, planned_memory
 from stepplan.trace import trace_recipe
 from stepplan.transformer import Transformer
@@ -464,12 +464,13 @@ def test_published_peaks():
 
 def test_gradients_that_are_summed_whole_are_not_divided():
     """FSDP without reductions between micro-batches: every process holds them all, but of a step in one piece none does."""
+    peers = load_benchmark("peer_decoder")
     shape = base_models.shape_from_config(base_models.find_base_model("gemma-2b"), "it")
     sizes = {}
     for name, k in itertools.product((False, True), (1, 4)):
-        program = decoder.Program(is_ours=False, sums_whole_gradients=name)
-        model = decoder.Decoder(shape=shape, sequence_length=512, program=program)
+        model = peers.PeerDecoder(shape=shape, sequence_length=512, sums_whole_gradients=name)
         layout = solve_layout(num_processes=4, per_device_train_batch_size=1, gradient_accumulation_steps=k)
         memory = planned_memory(model, layout, mixed_precision="bf16", sharded=True, gradient_bytes=2)
+        memory = peers.adjust_gradients(memory, model, layout, gradient_bytes=2)
         sizes[name, k] = memory.gradients / (2 * shape.num_parameters)
     assert sizes == {(False, 1): 0.25, (False, 4): 0.25, (True, 1): 0.25, (True, 4): 1}

@@ -15,7 +15,7 @@ from samestep.data import sentence_pairs, token_blocks
 from samestep.data.ragged import make_rows, make_tables
 from samestep.errors import UsageError
 from samestep.models import causal_lm_pretraining, modernbert_pretraining
-from samestep.models.attention import KERNELS
+from samestep.models.attention import KERNELS, PREFIX
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 from samestep.step.losses import IGNORED
@@ -91,7 +91,7 @@ def test_a_row_of_modernbert_is_its_samples_alone(corpus):
     batch.pop("counts")
     gradients = {}
     for kernel in [kernel for kernel in KERNELS if kernel != "varlen"]:
-        model.bert.set_attn_implementation(modernbert_pretraining.PREFIX + kernel)
+        model.bert.set_attn_implementation(PREFIX + kernel)
         model.zero_grad()
         sums, _ = model(**batch)
         sums.sum().backward()

@@ -10,6 +10,7 @@ import torch
 from common import TINIES, fresh_accelerator, load_benchmark, metrics, task_of
 from torch import nn
 
+from samestep.contrib.noise.meter import NoiseMeter, TermMeter
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.cut.partition import partition_at_random
@@ -18,7 +19,6 @@ from samestep.errors import UsageError
 from samestep.recipe import batch_size, run_settings
 from samestep.recipe.catalog import TASKS
 from samestep.recipe.launches import find_refusal
-from samestep.step.noise_scale import NoiseMeter, TermMeter
 
 FLAGS = " --global_batch_size 16 --max_train_steps 8 --noise_scale_steps 2"
 
@@ -104,7 +104,7 @@ def test_terms_are_measured_alone():
 def test_measured_steps_hold_the_same_samples_cut_whatever_their_lengths(num_processes, cap, max_tokens):
     source = load_benchmark("noise_scale").Gradients("ragged")
     layout = solve_layout(num_processes=num_processes, global_batch_size=24, per_device_train_batch_size=cap)
-    options = {"max_tokens": max_tokens, "noise_scale_steps": 3}
+    options = {"max_tokens": max_tokens, "random_steps": 3}
     processes = [
         Steps(source, Order(100, 24, seed=5), layout, process_index=rank, **options) for rank in range(num_processes)
     ]
@@ -113,7 +113,7 @@ def test_measured_steps_hold_the_same_samples_cut_whatever_their_lengths(num_pro
         cells = [cell for part in parts for cell in part.samples if cell]
         ids = Order(100, 24, seed=5).samples(step)[1].tolist()
         assert sorted(sample for cell in cells for _, sample in cell) == sorted(ids)
-        assert {part.is_measured for part in parts} == {step == 2}
+        assert {part.is_cut_at_random for part in parts} == {step == 2}
         assert all(torch.equal(part.micro_batch_counts.sum(0), part.counts) for part in parts)
         if step == 2:
             assert len(cells) == parts[0].num_micro_batches >= 2

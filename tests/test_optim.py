@@ -65,7 +65,7 @@ def test_a_recipe_names_its_optimizer():
 
 
 def test_an_update_is_held_back():
-    """What `Recovery.skip_update_if_not_finite` sets, fused SGD reads."""
+    """What `NotFinite.skip_update` sets, fused SGD reads."""
     model = nn.Linear(3, 2)
     optimizer, initial = sgd(model, 0.1, 0.9, 0.01), [p.detach().clone() for p in model.parameters()]
     model(torch.ones(1, 3)).sum().backward()

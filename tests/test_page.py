@@ -22,6 +22,7 @@ from jinja2 import UndefinedError
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
 from samestep.pages import TEMPLATES, format_date
+from samestep.printing import round_number
 from samestep.recipe.catalog import CATALOG
 from stepplan.answer import describe_fits
 from stepplan.cli.plan import plan
@@ -31,7 +32,7 @@ from stepplan.hardware import DEVICES, device_names, parse
 from stepplan.methods import METHODS, Fit, make_model_workload
 from stepplan.page import fits_page, page
 from stepplan.placement import place
-from stepplan.text import explain_band, make_fits_table, round_number
+from stepplan.text import explain_band, make_fits_table
 
 STYLE, SCRIPT = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 VOID = {"meta", "line", "rect", "circle", "polyline"}

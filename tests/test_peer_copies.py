@@ -8,7 +8,7 @@ from common import tiny_argv
 from compare import same_weights, untimed_metrics
 from faults import train_with_code
 
-from samestep.training import stragglers
+from samestep.recipe.run_files import TIMES
 from samestep.training.checkpoint import checkpoints
 
 MACHINE = """
@@ -45,4 +45,4 @@ def test_a_machine_is_lost_with_its_disk(trainings, corpus, tmp_path, more):
     assert (folders[0] / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     assert same_weights(folders[0], whole)
     (line, *_) = [line for line in (folders[0] / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
-    assert all(f'"{key}"' in line for key in stragglers.KEYS), "two processes are timed"
+    assert all(f'"{key}"' in line for key in TIMES), "two processes are timed"

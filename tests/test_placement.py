@@ -193,6 +193,14 @@ def test_what_the_programs_refuse_is_not_planned():
         assert len(error.value.problems) == 1
 
 
+def test_adapters_that_match_no_matrix_are_planned_too():
+    """Phi-3 has one matrix for queries, keys and values: nothing is trained, and nothing sent."""
+    shape = {"architecture": "phi3", "lora_rank": 8, "lora_alpha": 16, "lora_targets": ["q_proj"]}
+    placement = plan("sft_small_cpu", "8xt4", shape)
+    assert placement.time.communication < 1e-3
+    assert placement.memory.gradients == 0
+
+
 @pytest.mark.parametrize(("hardware", "published"), [("8x8xa100-80", 331), ("8x8xh100", None), ("512x8xh100", None)])
 def test_seventy_billion_parameters_fit_where_they_were_trained(hardware, published):
     """torchtitan trains Llama-3-70B with FSDP2 and full checkpointing on 64 A100, at 331 tokens per second and device."""

@@ -16,13 +16,13 @@ from common import tasks_of
 
 from samestep import cli
 from samestep.errors import exit_code
+from samestep.printing import round_number
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 from stepplan.answer import COMPARED, SPEED_BAND
 from stepplan.base_models import find_base_model
 from stepplan.hardware import parse
 from stepplan.placement import place
-from stepplan.text import round_number
 from stepplan.workload import from_recipe
 
 ROOT = Path(__file__).parents[1]

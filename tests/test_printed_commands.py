@@ -158,6 +158,9 @@ def files(corpus, tmp_path_factory) -> Path:
         image = folder / "photos" / "abc"[number % 3] / f"{number}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (9 * number % 256, 40, 40)).save(image)
+    page = (ROOT / "docs" / "your-own-data.md").read_text(encoding="utf-8")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     for name in ("first", "second", "mine"):  # of runs
         (folder / "runs" / name).mkdir(parents=True)
         line = {"loss": 1.0, "grad_norm": 1.0, "samples": 16, "seconds": 0.1}

@@ -5,7 +5,9 @@ import re
 
 import pytest
 import yaml
+from common import ROOT, fresh_accelerator, metrics
 
+from samestep import cli
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
@@ -38,6 +40,57 @@ def test_every_catalog_recipe_loads_and_says_where_it_comes_from(name):
     if recipe.task == "gpt2_pretraining":
         tokens = recipe.global_batch_size * recipe.block_size
         assert f"{tokens:,} tokens per step" in " ".join(header.replace("#", " ").split())
+
+
+def test_a_recipe_of_the_catalog_says_what_is_particular():
+    """At most 30 lines; what three quarters of a task's recipes share is its base's."""
+    lengths = {path.name: len(path.read_text().splitlines()) for path in recipes.CATALOG.glob("*.yaml")}
+    assert {name: length for name, length in lengths.items() if length > 30} == {}
+    assert {path.stem for path in recipes.BASES.glob("*.yaml")} == {*recipes.TASKS, "common"}
+
+
+def test_a_base_is_extended_and_is_no_recipe(tmp_path):
+    assert "unknown recipe 'bert_pretraining'" in problems(load, "bert_pretraining")[0]
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: bert_pretraining\n")
+    missing = {problem.split(": ")[1].split()[0] for problem in problems(load, str(file))}
+    assert missing >= {"global_batch_size", "learning_rate", "hidden_size", "vocab_size"}
+
+
+def test_a_newcomers_recipe_trains_by_its_path(scripts, corpus, tmp_path, monkeypatch):
+    """The one of docs/your-own-data.md: a file of at most 30 lines in a folder of one's own, which extends a task's base."""
+    text = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / "your-own-data.md").read_text(), re.DOTALL)[1]
+    text += "batch_schedule: {kind: stages, sizes: [4, 8], boundaries: [0.5]}\nlr_scaling_rule: none\n"
+    assert len(text.splitlines()) <= 30
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.yaml").write_text(text)
+    (tmp_path / "notes.jsonl").write_bytes(corpus.read_bytes())
+    fresh_accelerator()
+    flags = "--output_dir run --speed safe --max_train_steps 3 --num_warmup_steps 1"
+    scripts["pretrain_gpt2"].main(["--recipe", "mine/notes.yaml", *flags.split()])
+    assert [line["samples"] for line in metrics(tmp_path / "run")] == [4, 4, 8]
+    kept, whole = load("run/recipe.yaml"), load("mine/notes.yaml")
+    assert kept.batch_schedule == whole.batch_schedule
+    assert (kept.n_layer, kept.tokenizer, whole.source) == (
+        2,
+        "byte_level_bpe",
+        "our own; the smallest numbers that train",
+    )
+
+
+def test_one_command_shows_every_field_of_a_recipe(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: gpt2_124m\nsource: ours\nexpect: nothing yet\nn_layer: 3\n")
+    for name in ("bert_small_cpu", str(file)):
+        monkeypatch.setattr("sys.argv", ["samestep", "show", name])
+        cli.main()
+        shown, recipe = yaml.safe_load(capsys.readouterr().out), load(name)
+        assert shown == yaml.safe_load(recipe.to_yaml())
+        assert [*shown] == [field.name for field in dataclasses.fields(recipe)]
+    for words in ([], ["bert_base", "bert_small_cpu"]):
+        monkeypatch.setattr("sys.argv", ["samestep", "show", *words])
+        assert "needs one recipe" in problems(cli.main)[0]
 
 
 def test_the_resolved_yaml_is_the_same_recipe(tmp_path):

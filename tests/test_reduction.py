@@ -1,4 +1,4 @@
-"""Nothing of a run asks which way gradients become the step's, and the exact step works where all other ways are deleted."""
+"""Nothing of a run asks which way or part it has, and the exact step works where all of those are deleted."""
 
 import ast
 import importlib
@@ -7,10 +7,12 @@ import sys
 import pytest
 from common import ROOT
 
+from samestep.training.parts import Part
 from samestep.training.reduction import Reduction
-from samestep.training.ways import WAYS
+from samestep.training.ways import PARTS, WAYS
 
-ASKERS = ["run", "recovery", "report", "checkpoint", "launch", "micro_batch_size"]
+ASKERS = ["run", "recovery", "report", "checkpoint", "launch", "micro_batch_size", "network", "starting", "plan"]
+ASKERS += ["output_folder", "not_finite", "progress", "publishing", "parts"]
 MARKS = {
     "exchange",
     "replicas",
@@ -21,12 +23,19 @@ MARKS = {
     "Replicated",
     "Exchanging",
     "LocalSteps",
+    "SharedFolder",
+    "fault_tolerance",
+    "replicate_checkpoints",
+    "checkpoint_store",
+    "digest_steps",
+    "noise_scale_steps",
+    "is_cut_at_random",
+    "growth",
+    "record_samples",
+    "report_to",
 }
-"""Names by which one way can be told from another."""
-SAID = {
-    "run": {"exchange", "is_local"},  # of a recipe: what excludes what, and where a training may be lengthened
-    "checkpoint": {"exact_sum"},  # of a state: a field of the file
-}
+"""Names by which one way or part can be told from another, or from its absence."""
+SAID = {"launch": {"fault_tolerance"}}  # `restart`: it is not of a way, but of torchrun's store
 
 
 @pytest.mark.parametrize("module", ASKERS)
@@ -49,6 +58,9 @@ def test_ways_are_in_one_list():
         assert issubclass(getattr(importlib.import_module(module), name), Reduction)
     assert {way.partition(":")[2] for way, _ in WAYS} >= {"Reduction", "ExactSums"}
     assert WAYS[-1][1](None, None)
+    for part, _ in PARTS:
+        module, name = part.split(":")
+        assert issubclass(getattr(importlib.import_module(module), name), Part)
 
 
 def test_the_exact_step_needs_no_other_way(train, monkeypatch):
@@ -61,3 +73,17 @@ def test_the_exact_step_needs_no_other_way(train, monkeypatch):
     train("reproducible", f"{flags} --reproducible 3", program="pretrain_gpt2")
     with pytest.raises(ModuleNotFoundError, match=r"samestep\.contrib"):
         train("folded", f"{flags} --accumulation optimizer --second_moment unbiased", program="pretrain_gpt2")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("run", "Run"), ("report", "RunLog"), ("recovery", "Recovery"), ("checkpoint", "Saver")]
+)
+def test_what_asks_stays_small(module, name):
+    """At most 300 lines, 15 attributes, a constructor of 8 arguments."""
+    tree = ast.parse((ROOT / "samestep" / "training" / f"{module}.py").read_text(encoding="utf-8"))
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    stores = [node for node in ast.walk(found) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    (begin,) = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert found.end_lineno - found.lineno < 300
+    assert len({node.attr for node in stores if ast.unparse(node.value) == "self"}) <= 15
+    assert len(begin.args.args) + len(begin.args.kwonlyargs) <= 9

@@ -14,15 +14,15 @@ from compare import parameters, relative
 from test_steps import Ragged
 from torch import nn
 
-from samestep.contrib.replication.replicas import GradientBuffer
+from samestep.contrib.replication.gradients import GradientBuffer
+from samestep.contrib.replication.replica_accelerator import ReplicaAccelerator
+from samestep.contrib.replication.shared_folder import SharedFolder
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.launches import find_refusal
-from samestep.training.launch import ReplicaAccelerator
-from samestep.training.shared_folder import SharedFolder
 
 # ------------------------------------------------------------------------------------------------------------- the cut
 
@@ -118,21 +118,21 @@ def test_each_line_is_written_once_whoever_writes(tmp_path):
     places = [(1, 0), (1, 1), (2, 0), (2, 1)]
     ledger = [{"step": step, "process": rank, "micro_step": 0, "samples": [rank]} for step, rank in places]
     first, second = folder_of(tmp_path, *lines[:2], *ledger[:2]), folder_of(tmp_path, *lines, *ledger)
-    assert first.write(is_writer=True) is None
-    assert second.write(is_writer=False) is None
+    first.write(is_writer=True)
+    second.write(is_writer=False)
     assert not first.lines["metrics.jsonl"]
     assert len(second.lines["metrics.jsonl"]) == 1, "it knows what is in the file"
     assert all_metrics(tmp_path) == lines[:2]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
-    assert second.write(is_writer=True) is None
+    second.write(is_writer=True)
     assert all_metrics(tmp_path) == lines
     assert [json.loads(line) for line in (tmp_path / "samples.jsonl").open()] == ledger
     first.add("metrics.jsonl", lines[2])  # it has slept, and still takes itself for the first
     first.add("samples.jsonl", ledger[2] | {"process": 5})  # or has taken the step without the second
-    assert first.write(is_writer=True) is None
+    first.write(is_writer=True)
     second.add("metrics.jsonl", lines[2])  # which it has seen in the file
-    assert second.write(is_writer=True) is None
+    second.write(is_writer=True)
     assert all_metrics(tmp_path) == lines
     assert [json.loads(line) for line in (tmp_path / "samples.jsonl").open()] == ledger
 
@@ -208,7 +208,7 @@ def test_a_run_whose_replicas_have_all_ended_is_begun_again(tmp_path):
 def test_a_line_of_another_kind_is_named_and_the_file_stays(line, tmp_path):
     records = [{"step": step, "process": 0, "micro_step": 0, "samples": [step]} for step in (1, 2, 3)]
     first = folder_of(tmp_path, records[0])
-    assert first.write(is_writer=True) is None
+    first.write(is_writer=True)
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write(line + "\n")
     before = (tmp_path / "samples.jsonl").read_bytes()

@@ -16,7 +16,7 @@ from forks import call_in_fork
 from samestep import errors, interrupt
 from samestep.errors import LostProcessError, UsageError, exit_code
 from samestep.recipe import run_settings
-from samestep.training import launch, report
+from samestep.training import launch, output_folder
 
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:26461"
 
@@ -142,13 +142,13 @@ def test_a_thread_of_ray_leaves_signals_alone():
 HOLDER = """
 import sys
 from pathlib import Path
-from samestep.training import report
-report._lock(Path(sys.argv[1]))
+from samestep.training import output_folder
+output_folder._lock(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.readline()
 try:
-    report.check_lock(Path(sys.argv[1]))
-except report.LostProcessError as error:
+    output_folder.check_lock(Path(sys.argv[1]))
+except output_folder.LostProcessError as error:
     print(error, flush=True)
 """
 
@@ -156,20 +156,20 @@ except report.LostProcessError as error:
 def test_the_folder_is_taken_from_a_frozen_generation_of_the_same_launch(restarted, tmp_path, monkeypatch, capfd):
     waits = []
     clock = types.SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
-    monkeypatch.setattr(report, "time", clock)
-    monkeypatch.setattr(report, "_locks", {})
+    monkeypatch.setattr(output_folder, "time", clock)
+    monkeypatch.setattr(output_folder, "_locks", {})
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
         assert holder.stdout.readline() == "locked\n"
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
         with pytest.raises(UsageError, match=f"in use by another run .process {holder.pid}.*launch mine"):
-            report._lock(tmp_path)
+            output_folder._lock(tmp_path)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-        report._lock(tmp_path)
-        assert sum(waits) >= report.SECONDS_TO_UNLOCK, "it may be about to end"
+        output_folder._lock(tmp_path)
+        assert sum(waits) >= output_folder.SECONDS_TO_UNLOCK, "it may be about to end"
         assert "does not end" in capfd.readouterr().err
-        report.check_lock(tmp_path)
+        output_folder.check_lock(tmp_path)
         holder.stdin.write("\n")
         holder.stdin.flush()
         assert "was taken by another process" in holder.stdout.readline()
@@ -177,14 +177,14 @@ def test_the_folder_is_taken_from_a_frozen_generation_of_the_same_launch(restart
 
 def test_who_has_lost_the_folder_writes_no_more(train, monkeypatch, tmp_path):
     """A line of steps that another process computes by now would be there twice."""
-    append = report.RunLog._append
+    append = output_folder.OutputFolder.append
 
-    def steal(self, name, records):
+    def steal(self, name, records, is_writer):
         if records and records[0].get("step") == 5:
             (self.output_dir / ".lock").unlink()
-        append(self, name, records)
+        append(self, name, records, is_writer)
 
-    monkeypatch.setattr(report.RunLog, "_append", steal)
+    monkeypatch.setattr(output_folder.OutputFolder, "append", steal)
     with pytest.raises(LostProcessError, match="was taken by another process"):
         train("run", "--global_batch_size 8 --logging_steps 1")
     assert '"step": 5' not in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.recipe import run_files
-from samestep.training import report
+from samestep.training import output_folder
 
 
 def write(path, *lines: bytes, end: bytes = b"\n"):
@@ -154,10 +154,10 @@ def test_resuming_leaves_all_files_as_they_were_where_a_line_breaks_a_rule(tmp_p
     noise = write(tmp_path / "noise.jsonl", b'{"step": 4, "samples": "4"}')
     before = metrics.read_bytes(), noise.read_bytes()
     with pytest.raises(UsageError, match=r"noise\.jsonl, line 1: "):
-        report.prepare_lines(tmp_path, 1, 10)
+        output_folder.prepare_lines(tmp_path, 1, 10)
     assert (metrics.read_bytes(), noise.read_bytes()) == before
     noise.unlink()
-    report.prepare_lines(tmp_path, 1, 10)
+    output_folder.prepare_lines(tmp_path, 1, 10)
     assert metrics.read_bytes() == STEP + b"\n"
 
 

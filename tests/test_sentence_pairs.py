@@ -1,5 +1,7 @@
 """Documents to masked sentence pairs, on real text."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,8 @@ def pairs(corpus) -> SentencePairs:
 
 
 def rebuilt(pairs: SentencePairs, texts: list[str], **changes) -> SentencePairs:
-    return SentencePairs(Dataset.from_dict({"text": texts}), pairs.tokenizer, **(SETTINGS | changes))
+    recipe = SimpleNamespace(**SETTINGS | changes)
+    return SentencePairs(Dataset.from_dict({"text": texts}), pairs.tokenizer, recipe)
 
 
 def find_place(row: np.ndarray, segment: np.ndarray) -> int | None:

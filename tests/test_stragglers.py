@@ -1,18 +1,23 @@
 """Who is slow is named: from times that each process takes by itself, gathered with the losses."""
 
+import gc
 import json
+import types
+import weakref
 
 import pytest
+from accelerate import Accelerator
 from common import all_metrics, tiny_argv
 from faults import train_with_code
+from torch import nn
 
-from samestep.training import stragglers
-from samestep.training.watch import RunReader
+from samestep.contrib import stragglers
+from samestep.contrib.watching.watch import RunReader
 
 SLOW = """
 import os, types
 from samestep.models.bert_pretraining import PretrainingSums
-from samestep.training import stragglers
+from samestep.contrib import stragglers
 stragglers.NUM_WINDOWS = 2
 times = []
 stragglers.time = types.SimpleNamespace(perf_counter=lambda: sum(times))
@@ -58,3 +63,13 @@ def test_waiting_for_data_counts():
     watch = stragglers.StragglerWatch()
     assert [watch.add([[(1.0, 0.5), (1.0, 0.0), (1.0, 0.0)]]) for _ in range(5)][-1] == (0, 1.5, 1.0)
     assert stragglers.summarize([(0.0, 0.1), (0.0, 0.2)]) == {"data_seconds_max": 0.2, "slowest_process": 1}
+
+
+def test_the_model_does_not_hold_the_run():
+    """A parameter's hook is not seen by Python's garbage collector: what it holds lives as long as the model."""
+    run = types.SimpleNamespace(bare_model=nn.Linear(1, 1), accelerator=Accelerator(cpu=True))
+    model, reference = run.bare_model, weakref.ref(stragglers.Stragglers(run))
+    del run
+    gc.collect()
+    assert reference() is None
+    assert model.weight.requires_grad

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from samestep import cli, errors, interrupt, printing
 from samestep._internals import library_output
-from samestep.training import checkpoint, report
+from samestep.training import checkpoint, publishing
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Progress
@@ -118,7 +118,7 @@ def test_the_next_command_is_one(monkeypatch, tmp_path):
     """The summary names a command that starts here, whether the environment is activated or not."""
     for path in (os.environ["PATH"], ""):
         monkeypatch.setenv("PATH", path)
-        program, *words = shlex.split(report._own_command())
+        program, *words = shlex.split(publishing._own_command())
         assert words in ([], ["-m", "samestep"])
         assert program == "samestep" or os.access(program, os.X_OK)
     (tmp_path / "metrics.jsonl").touch()

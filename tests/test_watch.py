@@ -16,10 +16,9 @@ import threading
 import pytest
 from waiting import PATIENCE
 
-from samestep.cli import runs
+from samestep.contrib.watching import command, watch
 from samestep.errors import UsageError
 from samestep.pages import find_policy
-from samestep.training import watch
 
 HOSTILE = "</script><script>alert(1)</script>"
 
@@ -165,7 +164,7 @@ def test_the_server_answers_this_machine_only_with_what_is_new(folder):
 
 def test_the_command_writes_the_page(folder, tmp_path):
     append(folder, step_line(1))
-    runs.watch([str(folder), "--html", str(tmp_path / "page.html")])
+    command.watch([str(folder), "--html", str(tmp_path / "page.html")])
     assert '"step": 1' in (tmp_path / "page.html").read_text()
 
 
@@ -175,7 +174,7 @@ def test_the_command_writes_the_page(folder, tmp_path):
 )
 def test_folders_that_cannot_be_shown(words, message):
     with contextlib.chdir("/"), pytest.raises(UsageError, match=message):
-        runs.watch(words)
+        command.watch(words)
 
 
 # --------------------------------------------------------------------------------------- what others wrote into the folder

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, pipeline
 
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.training import card, plots, report
+from samestep.training import card, plots, progress, report
 from samestep.training import run as running
 
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
@@ -23,13 +23,13 @@ SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, monkeypatch, capsys):
     printed, bars, times = [], [], [0.0]
     start, evaluate, log_step = report.RunLog.start, running.evaluate, report.RunLog.step
-    monkeypatch.setattr(report, "time", types.SimpleNamespace(perf_counter=lambda: sum(times), monotonic=lambda: 0.0))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: sum(times), monotonic=lambda: 0.0))
     monkeypatch.setattr(tqdm.std, "time", lambda: sum(times))
 
     def note_start(log):
         printed.append(capsys.readouterr())
         start(log)
-        bars.append(log.bar)
+        bars.append(log.progress.bar)
 
     def slow(*arguments):
         times.append(100.0)
@@ -98,7 +98,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
     output_dir = train("mine", flags)
     front, text = read_card(output_dir)
     results = json.loads((output_dir / "all_results.json").read_text())
-    assert (front["license"], front["pipeline_tag"], front["library_name"]) == ("mit", "fill-mask", "transformers")
+    assert (front["license"], front.pipeline_tag, front["library_name"]) == ("mit", "fill-mask", "transformers")
     assert "base_model" not in front
     assert "datasets" not in front
     assert "Python's own documentation" not in text
@@ -156,9 +156,9 @@ def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):
     recipe = load("finetune_glue_bert_base", {"dataset_config_name": "mrpc"})
     training = card.Training(recipe, run_settings.RunSettings(recipe=""), None, None, None, None, None, 1)
     front = training.metadata("transformers")
-    assert (front["base_model"], front["datasets"]) == (recipe.model_name_or_path, [recipe.dataset_name])
-    assert front["pipeline_tag"] == "text-classification"
-    assert "license" not in front
+    assert (front.base_model, front.datasets) == (recipe.model_name_or_path, [recipe.dataset_name])
+    assert front.pipeline_tag == "text-classification"
+    assert "license" not in front.to_dict()
     assert recipe.data_name.endswith("mrpc")
 
 

@@ -50,9 +50,9 @@ def compute(item: str, is_tiny: bool) -> dict:
 
 def _hash(folder: Path) -> dict[str, str]:
     """Hash what a run wrote."""
-    from samestep.training import stragglers
+    from samestep.recipe.run_files import TIMES
 
-    times = ("seconds", *stragglers.KEYS)
+    times = ("seconds", *TIMES)
     curve = [{name: value for name, value in row.items() if name not in times} for row in tasks.read_curve(folder)]
     hashes = {"curve": hashlib.sha256(json.dumps([curve]).encode()).hexdigest()}
     for part in ("model", "optimizer"):

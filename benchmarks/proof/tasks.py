@@ -142,13 +142,13 @@ def train(
     argv = tiny_argv(program, corpus(), folder, flags)
     argv[argv.index("safe")] = speed
     fresh_accelerator()
-    choose = kernels.choose
+    choose = kernels.choose_kernel
     if kernel is not None:
-        kernels.choose = lambda *arguments: arguments[-1][kernel]()
+        kernels.choose_kernel = lambda *arguments: arguments[-1][kernel]()
     try:
         _script(program).main(argv)
     finally:
-        kernels.choose = choose
+        kernels.choose_kernel = choose
         free()
 
 

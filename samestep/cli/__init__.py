@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 def answer(name: str, argv: list[str]) -> int | None:
     """Answer one command; return its exit code. Raises UsageError, also where the package that answers it is not installed."""
     module, function = COMMANDS[name].answered_by.split(":")
-    package = module.partition(".")[0]
+    package = ".".join(module.split(".")[: 2 if ".contrib." in module else 1])  # what may be missing
     try:
         answers = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
+        if not f"{error.name}.".startswith(f"{package}."):
             raise
         rule = f"{program_name()} {name} needs the package {package}, which is not installed: pip install samestep"
         raise UsageError(rule) from error

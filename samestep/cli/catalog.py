@@ -1,4 +1,4 @@
-"""Shows the recipes of the catalog, and their data: `samestep list` and `show-data`."""
+"""Shows the recipes of the catalog, and their data: `samestep list`, `show` and `show-data`."""
 
 import dataclasses
 import sys
@@ -45,6 +45,16 @@ def list_recipes(argv: list[str]) -> None:
             f"no recipe has {format_value(' '.join(words))} in its line: {parser.prog} without words shows all"
         )
     print(fold("\n".join(lines), indent=37))
+
+
+def show_recipe(argv: list[str]) -> None:
+    """Show every field of a recipe, as `recipe.yaml` of a run has them."""
+    words, flags = split_words(argv)
+    parser = make_parser("show", "RECIPE")
+    parser.parse(flags)
+    if len(words) != 1:
+        raise UsageError(f"{parser.prog}: it needs one recipe, and nothing else ({program_name()} list shows them)")
+    print(recipes.load(words[0]).to_yaml(), end="")
 
 
 def show_data(argv: list[str]) -> None:

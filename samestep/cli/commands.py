@@ -35,6 +35,15 @@ COMMANDS = {
         ),
         examples="list\nlist bert wikipedia",
     ),
+    "show": Command(
+        answered_by="samestep.cli.catalog:show_recipe",
+        summary="show every field of a recipe, also those of the recipes that it extends",
+        description=(
+            "Shows a recipe of the catalog, or a file, whole: the value of every field, its own and those of the recipes that "
+            "it extends. What is printed is a recipe file, too."
+        ),
+        examples="show gpt2_xl_8xa100",
+    ),
     "plan": Command(
         answered_by="stepplan.cli.dispatch:plan",
         summary="plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
@@ -85,7 +94,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
         examples="show-data sft_small_cpu --num_samples 2",
     ),
     "chat": Command(
-        answered_by="samestep.cli.chat:chat",
+        answered_by="samestep.contrib.chat:chat",
         summary="talk to a fine-tuned language model in the terminal",
         description=(
             "Talks to what a fine-tuning left: the output folder, a checkpoint, an adapter, or a merged model. A line is a "
@@ -97,7 +106,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
 chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --max_new_tokens 100""",
     ),
     "compare": Command(
-        answered_by="samestep.cli.runs:compare",
+        answered_by="samestep.contrib.comparing.command:compare",
         summary="find where two runs part: the step, the tensors, by how much, and the settings that differ",
         description=(
             "Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and "
@@ -107,7 +116,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="compare runs/first runs/second",
     ),
     "watch": Command(
-        answered_by="samestep.cli.runs:watch",
+        answered_by="samestep.contrib.watching.command:watch",
         summary="show a run, or two over each other, as a live page in the browser",
         description=(
             "Serves a page about one or two output folders on 127.0.0.1 until Ctrl+C: curves, speed, time left, "
@@ -117,7 +126,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples="watch runs/first",
     ),
     "advise": Command(
-        answered_by="stepplan.cli.advise:advise",
+        answered_by="samestep.contrib.advice.command:advise",
         summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
         description=(
             "Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, "

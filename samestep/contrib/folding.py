@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from samestep.contrib.optim.folding import Accumulating
 from samestep.errors import UsageError
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.step_plan import explain_accumulation
-from samestep.step.optim import Accumulating
 from samestep.training.checkpoint import State
 from samestep.training.launch import is_sharded
 from samestep.training.recovery import Attempt

@@ -1,13 +1,16 @@
-"""Arrow columns as numpy views: memory-mapped, nothing copied, any row at once."""
+"""Arrow columns as numpy views: memory-mapped, nothing copied, any row at once; tables that are made once, and their hashes."""
 
 import hashlib
+import sys
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.recipe.extras import optional
 
 if TYPE_CHECKING:
@@ -92,3 +95,41 @@ class ListColumn:
 def _ends(sizes: Iterable[int]) -> list[int]:
     """Return the place at which each part of these sizes begins, and the end of the last one."""
     return [0, *accumulate(sizes)]
+
+
+def hash_parts(*parts: object) -> str:
+    """Return 16 hex digits of a SHA-256 of how the parts are written."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def hash_modules(*names: str) -> str:
+    """Return 16 hex digits of a SHA-256 of modules' files, so that what they have cached is made anew when they change."""
+    return hash_parts(*(Path(str(sys.modules[name].__file__)).read_bytes() for name in names))
+
+
+def map_once(
+    rows: Dataset,
+    make: Callable[..., dict[str, list]],
+    key: tuple,
+    description: str,
+    num_proc: int | None,
+    **options: Any,
+) -> Dataset:
+    """Make a table of rows, batch by batch, unless the cache of `datasets` has it.
+
+    Args:
+        make: makes columns of a batch's columns; it gets `fn_kwargs`.
+        key: all beside the rows that decides the result.
+        description: names the rows to people.
+        num_proc: processes that make it.
+        options: further ones of `Dataset.map`.
+    """
+    return rows.map(
+        make,
+        batched=True,
+        remove_columns=rows.column_names,
+        num_proc=num_proc,
+        desc=f"Tokenizing {description}",
+        new_fingerprint=hash_parts(rows_fingerprint(rows), *key),
+        **options,
+    )

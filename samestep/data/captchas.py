@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import json
 import multiprocessing
 import os
 import signal
@@ -34,6 +33,7 @@ import torch
 from tqdm import tqdm
 
 from samestep.cut.order import sample_rng
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.pixels import pixel_values
 from samestep.errors import RunError, UsageError
 from samestep.recipe.extras import optional, require
@@ -250,7 +250,7 @@ def _build(recipe: CaptchaRecognition, split: str, num_workers: int | None) -> C
     names = ("seed", "image_height", "image_width", "alphabet", "num_characters")
     decisive = {name: getattr(recipe, name) for name in names}
     decisive |= {"split": split, "num_samples": num_samples, "captcha": _captcha_version(), "pillow": PIL.__version__}
-    key = hashlib.sha256(Path(__file__).read_bytes() + json.dumps(decisive).encode()).hexdigest()[:16]
+    key = hash_parts(hash_modules(__name__), decisive)
     file = Path(datasets.config.HF_DATASETS_CACHE) / "captchas" / f"{split}-{key}"
     shape = recipe.image_height, recipe.image_width
     digest = _digest(file) or _write(file, recipe, split, num_samples, num_workers)

@@ -8,7 +8,6 @@ which this cannot be found is refused.
 
 import contextlib
 import datetime
-import hashlib
 import itertools
 import json
 import os
@@ -22,8 +21,10 @@ import numpy as np
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.conversation_rows import has_turns
 from samestep.data.documents import shorten
+from samestep.data.row_forms import find_beginning
 from samestep.data.template_process import PROCESS, Part, Rendering, Request, TemplateLimitError, TemplateRefusal
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
@@ -44,32 +45,18 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 CONTROL_TOKEN = re.compile(r"<[|｜][^\s<>|｜]+[|｜]?>|<[^\s<>|｜/]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]")
 """Control token in the text of a template."""
 
-CHAT_TEMPLATE = (
-    "{%- if tools %}{{ '<|im_start|>tools' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}"
-    "{{ '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
-    "{%- for call in message['tool_calls'] or [] %}"
-    "{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}{%- endfor %}"
-    "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{%- else %}{{ message['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""Template of tokenizers that are trained here: ChatML, with markers."""
-TULU_TEMPLATE = (
-    "{{- bos_token or '' }}{%- for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{{- '' if loop.last else '\\n' }}"
-    "{%- else %}{{ message['content'] + '\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{%- endif %}"
-)
-"""Template for base models, whose vocabulary has no control tokens: roles are text (Tulu, arXiv 2306.04751), with markers."""
-TEMPLATES = {"chatml": CHAT_TEMPLATE, "tulu": TULU_TEMPLATE}
-"""Name of a chat template that `chat_template` may give instead of a file."""
-
+FOLDER = Path(__file__).parent / "templates"
+TEMPLATES = {
+    name: (FOLDER / f"{name}.jinja").read_text(encoding="utf-8").replace("\n", "") for name in ("chatml", "tulu")
+}
+"""Name of a chat template that `chat_template` may give instead of a file -> the template, with markers: `chatml` is that
+of tokenizers that are trained here; `tulu` (arXiv 2306.04751) is for base models, without control tokens: roles are text."""
+CHAT_TEMPLATE = TEMPLATES["chatml"]
 
 CLOCK, NEVER = "strftime_now", "1970-01-01"
 """Function by which a template reads the clock, and the date that it reads by any other name."""
+SHORTEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+"""A conversation to try templates with."""
 CALL: dict[str, Any] = {
     "id": "call00001",
     "type": "function",
@@ -98,27 +85,24 @@ class UnclearCallError(UsageError):
     """A call of a tool whose arguments are a text that is no object."""
 
 
-class Renderer:
-    """Turns rows into tokens, and finds those that are trained.
+class ChatTemplate:
+    """A tokenizer and its chat template, which is asked what it writes for turns.
 
     Args:
         tokenizer: with an eos_token; with a chat template for rows with turns.
-        train_on: see `Conversations`.
-        has_turns: whether rows have turns; else texts.
+        has_turns: whether rows have turns; else texts, and the template is not asked.
         date: what a template reads from the clock, in ISO's format; None: today.
 
     Attributes:
         date: what the template reads from the clock; None: it does not read it.
-        is_rewritten: whether the last row holds answers before which the model saw other turns than the whole has.
 
     Raises:
         UsageError: no chat template where rows have turns, or one that is not Jinja.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, has_turns: bool, date: str | None = None):
-        self.tokenizer, self.train_on, self.has_turns = tokenizer, train_on, has_turns
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, has_turns: bool, date: str | None = None):
+        self.tokenizer, self.has_turns = tokenizer, has_turns
         self.date: str | None = None
-        self.is_rewritten = False
         self.openings: dict[str, list[str]] = {}  # of each template that was asked for them
         self.call_forms: dict[str, CallForm] = {}
         self.special_ids = set(tokenizer.all_special_ids) | {
@@ -138,7 +122,7 @@ class Renderer:
         if CLOCK in json.dumps(self.template):  # of several templates any
             self.date = date or datetime.date.today().isoformat()
         try:
-            next(PROCESS.take(self._make_request([{"role": "user", "content": "a"}], None, [Part(1)])))
+            next(PROCESS.take(self._make_request(SHORTEST[:1], None, [Part(1)])))
         except (TemplateRefusal, ValueError) as error:  # ValueError: several templates, none the default
             if isinstance(error, TemplateLimitError):
                 raise
@@ -148,111 +132,14 @@ class Renderer:
                 ) from None
         added = set(tokenizer.added_tokens_decoder) - self.special_ids
         if added:  # one may end every turn, although it is not special
-            tokens = self._encode_shortest_answer()
-            last = next((token for token in reversed(tokens) if tokenizer.decode([token]).strip()), None)
-            self.closing_ids |= added & {last}
-
-    def _encode_shortest_answer(self) -> list[int]:
-        """Encode a conversation of two turns; the template may refuse it."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            return self._encode(self._render_whole(turns, None))
-        except UsageError:
-            return []
+            with contextlib.suppress(UsageError):  # the template may refuse them
+                tokens = self._encode(self._render_whole(SHORTEST, None))
+                last = next((token for token in reversed(tokens) if tokenizer.decode([token]).strip()), None)
+                self.closing_ids |= added & {last}
 
     def find_template(self, tools: list | None) -> str:
         """Find the template that is used with these tools."""
         return self.tokenizer.get_chat_template(None, tools)
-
-    @property
-    def rule(self) -> str:
-        """A sentence for people on which tokens are trained, and how they are found."""
-        if self.train_on == "all":
-            return "all tokens"
-        if not self.has_turns:
-            return f"the text behind the prompt, and {self.tokenizer.eos_token}"
-        turns = "the last turn of the assistant" if self.train_on == "completions" else "all turns of the assistant"
-        how = "the generation markers" if MARKER.search(self.find_template(None)) else "the turns"
-        clock = "" if self.date is None else f", which reads {self.date} from the clock, on any day"
-        return f"{turns} by {how} of the template{clock}"
-
-    def render(self, row: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the tokens int32 [length] of each sequence of a row, and whether each is trained, bool [length].
-
-        Turns of the prompt are not trained, unless all tokens are.
-
-        Raises:
-            UsageError: a row that cannot be shown as it is, or in which the trained tokens cannot be found.
-        """
-        prompt, answers = row["prompt"], row["answers"]
-        if isinstance(prompt, list):
-            sequences = [self._render_turns(prompt, answer, row["tools"]) for answer in answers]
-        else:
-            sequences = self._render_texts(prompt, answers)
-        for _, mask in sequences:
-            mask[0] = False  # nothing before it predicts it
-        return [(np.array(tokens, np.int32), mask) for tokens, mask in sequences]
-
-    def _render_texts(self, prompt: str | None, answers: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Tokenize texts, ended by the eos_token; without a prompt two answers share the tokens with which both begin."""
-        eos = self.tokenizer.eos_token_id
-
-        def encode(text: str) -> list[int]:
-            tokens = self.tokenizer(text, verbose=False)["input_ids"]
-            return tokens[:-1] if tokens and tokens[-1] == eos else tokens
-
-        sequences = [encode((prompt or "") + answer) for answer in answers]
-        before = encode(prompt) if prompt else []
-        if prompt is None:
-            before = [
-                first
-                for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*sequences, strict=False))
-            ]
-        for tokens in sequences:
-            if tokens[: len(before)] != before:
-                raise UsageError(
-                    "the prompt's last tokens change when the completion follows it, so that the answer has no beginning: move "
-                    "the space or line break between them from the prompt's end to the completion's beginning"
-                )
-        first = 0 if self.train_on == "all" else len(before)
-        return [([*tokens, eos], np.arange(len(tokens) + 1) >= first) for tokens in sequences]
-
-    def _render_turns(
-        self, prompt: list[dict], answer: list[dict], tools: list[dict] | None
-    ) -> tuple[list[int], np.ndarray]:
-        self.is_rewritten = False
-        request = self._plan(prompt, answer, tools)
-        turns, first, has_markers = request.turns, len(prompt), request.has_markers
-        whole, *others = self._render(request)  # all of them, before any other is asked for
-        renderings = iter(others)
-        _check_nothing_is_lost(turns, tools, whole.text)
-        if has_markers:
-            return self._find_marked(turns, tools, first, whole, renderings)
-        tokens = self._encode(whole.text)
-        if self.train_on == "all":
-            return tokens, np.ones(len(tokens), bool)
-        return tokens, self._find_answers(turns, tools, whole, tokens, first, renderings)
-
-    def ask(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Ask ahead for what `render` will need for rows, which it then gets without waiting."""
-        if self.has_turns:
-            requests: list[Request] = []
-            for row in rows:
-                with contextlib.suppress(UnclearCallError):  # which `render` raises
-                    requests += [self._plan(row["prompt"], answer, row["tools"]) for answer in row["answers"]]
-            PROCESS.ask(requests)
-
-    def _plan(self, prompt: list[dict], answer: list[dict], tools: list[dict] | None) -> Request:
-        """List the parts of a conversation that have to be rendered to find what is trained."""
-        turns, first = self._write_calls(prompt + answer, tools), len(prompt)
-        has_markers = self.train_on != "all" and MARKER.search(self.find_template(tools)) is not None
-        parts = [Part(len(turns))]
-        if has_markers and first:
-            parts.append(Part(first, begins_answer=True))
-        elif not has_markers and self.train_on != "all":
-            answers = [place for place, turn in enumerate(turns) if place >= first and turn["role"] == "assistant"]
-            parts += [Part(place, begins_answer=True) for place in answers if place]  # no turn is before the first
-        return self._make_request(turns, tools, parts, has_markers)
 
     def _make_request(
         self, turns: list[dict], tools: list[dict] | None, parts: list[Part], has_markers: bool = False
@@ -284,141 +171,6 @@ class Renderer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _find_marked(
-        self, turns: list[dict], tools: list[dict] | None, first: int, whole: Rendering, renderings: Iterator[Rendering]
-    ) -> tuple[list[int], np.ndarray]:
-        """Find the tokens, and those inside of the template's markers, of the turns from number `first` on.
-
-        Args:
-            turns, tools: of the conversation.
-            first: number of a turn.
-            whole: the conversation.
-            renderings: where `first` is not 0, the beginning up to it.
-        """
-        encoding = self.tokenizer(whole.text, add_special_tokens=False, verbose=False)
-        tokens = encoding["input_ids"]
-        mask = np.zeros(len(tokens), bool)
-        openings = [opening for opening in self._find_openings(tools) if opening]
-        for start, end in whole.spans:  # as apply_chat_template does with return_assistant_tokens_mask
-            # Some markers begin before what the model is given to answer, which it never has to write
-            start += next((len(text) for text in openings if whole.text.startswith(text, start, end)), 0)
-            start_token, end_token = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-            if start_token is None:
-                break
-            mask[start_token : end_token + 1 if end_token else len(tokens)] = True
-        is_assistant = np.array([turn["role"] == "assistant" for turn in turns])
-        num_answers = _count_runs(is_assistant & (np.arange(len(turns)) >= first))
-        if first:
-            before = self._encode(next(renderings).text)
-            starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # of each run of marked tokens
-            is_one_run_per_turn = (
-                len(starts) == _count_runs(is_assistant) and not is_assistant[first - 1 : first + 1].all()
-            )
-            if tokens[: len(before)] == before:
-                mask[: len(before)] = False
-            elif is_one_run_per_turn:
-                mask[: starts[-num_answers]] = False
-            else:
-                self._refuse_beginning(turns[:first], tools, tokens, before)
-        num_marked = _count_runs(mask)
-        if 0 < num_marked < num_answers:
-            raise UsageError(
-                f"the template's markers hold tokens of {num_marked} of {num_answers} turns of the assistant: mend them in a "
-                "copy of the template, --chat_template FILE, or set train_on to completions"
-            )
-        end = self._find_end_of_turn(tokens)
-        if end is not None and mask.any() and not mask[end]:
-            last = tokens[np.flatnonzero(mask)[-1]]
-            if last not in self.special_ids:
-                token = self.tokenizer.convert_ids_to_tokens(tokens[end])
-                raise UsageError(
-                    f"the template's markers end before {token}, so that the model would not learn to stop: move "
-                    "{% endgeneration %} behind it, in a copy of the template, --chat_template FILE"
-                )
-        return tokens, mask
-
-    def _find_answers(
-        self,
-        turns: list[dict],
-        tools: list[dict] | None,
-        whole: Rendering,
-        tokens: list[int],
-        first: int,
-        renderings: Iterator[Rendering],
-    ) -> np.ndarray:
-        """Find the tokens of the assistant's turns from number `first` on.
-
-        Args:
-            turns, tools: of the conversation.
-            whole, tokens: all of it.
-            first: number of a turn.
-            renderings: for each of these turns the beginning up to it.
-        """
-        mask, spans = np.zeros(len(tokens), bool), _find_spans(turns, whole)
-        for number, turn in enumerate(turns):
-            if number < first or turn["role"] != "assistant":
-                continue
-            before = next(renderings).text if number else None
-            is_last, span = number == len(turns) - 1, spans.get(number)
-            start = self._find_start(number, tools, whole.text, before, span)
-            begun = self._encode(whole.text[:start] if start is not None else before or "")
-            if start is None or tokens[: len(begun)] != begun:
-                self._refuse_beginning(turns[:number], tools, tokens, begun)
-            if span is not None:
-                text = whole.text[: span[1]]
-            else:  # then what follows must change nothing
-                text = whole.text if is_last else self._render_whole(turns[: number + 1], tools)
-            may_stop = is_last or turns[number + 1]["role"] != "assistant"
-            end = self._find_end(tokens, len(begun), tokens if text == whole.text else self._encode(text), may_stop)
-            if end is None and (text := text.rstrip()):  # white space may be one token with that of the next turn
-                end = self._find_end(tokens, len(begun), self._encode(text), may_stop)
-            if end is None:
-                self._refuse_beginning(turns[: number + 1], tools, tokens)
-            mask[len(begun) : end] = True
-        return mask
-
-    def _find_start(
-        self, number: int, tools: list[dict] | None, text: str, before: str | None, span: tuple[int, int] | None
-    ) -> int | None:
-        """Find the first character of an answer; None: it is not known.
-
-        Args:
-            number: of its turn.
-            tools: of the conversation.
-            text: the whole.
-            before: what the model sees before it answers; None: the answer is the first turn.
-            span: first character of what the template writes for the turn, and the one after the last; None: not known.
-        """
-        is_kept = before is not None and text.startswith(before) and (span is None or span[0] <= len(before) <= span[1])
-        if is_kept and (span is None or span[0] < len(before)):
-            return len(before)
-        for opening in self._find_openings(tools) if span is not None else ():
-            if text.startswith(opening, span[0], span[1]) and (opening or (number and not is_kept)):
-                self.is_rewritten |= number > 0
-                return span[0] + len(opening)
-        return len(before) if is_kept else None
-
-    def _find_end(self, tokens: list[int], start: int, given: list[int], may_stop: bool) -> int | None:
-        """Find the place behind an answer's last token, which is its stop token if it has one; None: it is not known.
-
-        Args:
-            tokens: of the conversation.
-            start: place of the answer's first token.
-            given: tokens of the conversation up to the end of what the template writes for the turn.
-            may_stop: whether a special token that follows, such as that of the user's next turn, stops the model.
-        """
-        if tokens[: len(given)] != given:
-            return None
-        end = self._find_end_of_turn(given)
-        if end is not None and end >= start:
-            return end + 1
-        for place in range(len(given), len(tokens)) if may_stop else ():
-            if tokens[place] in self.special_ids:
-                return place + 1
-            if self.tokenizer.decode(tokens[place]).strip():
-                break
-        return len(given)
-
     def _find_openings(self, tools: list[dict] | None) -> list[str]:
         """Find what a template may write for a turn of the assistant before the part that the model writes, the longest first.
 
@@ -438,7 +190,7 @@ class Renderer:
                 end = max((end for _, end, _ in alone.spans), default=0)
                 if spans.keys() == {0, 1, 2, 3} and asked.text[:end] == alone.text[:end]:
                     opening = asked.text[end:]
-                    shared = _find_beginning(opening, spans[1], spans[3])
+                    shared = "".join(find_beginning(opening, spans[1], spans[3]))
                     self.openings[template] = [text for text in dict.fromkeys((opening, shared)) if text or not opening]
         return self.openings[template]
 
@@ -484,36 +236,6 @@ class Renderer:
             word in text for word in unwanted
         )
 
-    def _refuse_beginning(
-        self, turns: list[dict], tools: list[dict] | None, tokens: list[int], before: list[int] | None = None
-    ) -> NoReturn:
-        """Raise UsageError for turns that are rendered otherwise when others follow.
-
-        Args:
-            turns, tools: as they are rendered.
-            tokens: of the whole conversation.
-            before: tokens of `turns` and of the beginning of an answer; None: the fault is not there.
-        """
-        others = ", or set train_on to completions" if self.train_on == "assistant" else ""
-        if not turns:
-            raise UsageError(
-                "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
-                "give one, --chat_template FILE, or leave out the turn"
-            )
-        alone = self._encode(self._render_whole(turns, tools))
-        if before is not None and tokens[: len(alone)] == alone:
-            begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
-            raise UsageError(
-                f"the chat template begins an answer that the model is to give with {begun}, but one that is given with "
-                f"{given}, so that the trained tokens cannot be found: give a template with {{% generation %}} markers, "
-                "--chat_template FILE"
-            )
-        raise UsageError(
-            f"the chat template renders the beginning, up to turn {len(turns)}, otherwise when more turns follow, so that the "
-            "trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
-            + others
-        )
-
     def _find_end_of_turn(self, tokens: list[int]) -> int | None:
         """Find the place of the last token that can end a turn, if nothing but white space follows it."""
         for place in range(len(tokens) - 1, -1, -1):
@@ -530,13 +252,271 @@ class Renderer:
 
     def find_end_token(self) -> str | None:
         """Find the special token with which the template ends a turn of the assistant; None: it has none."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        request = self._make_request(turns, None, [Part(2)])
-        (whole,) = self._render(request)
+        (whole,) = self._render(self._make_request(SHORTEST, None, [Part(2)]))
         end_of_turn = max((end for _, end, turn in whole.spans if turn == 1), default=len(whole.text))
         tokens = self._encode(whole.text)
         end = self._find_end_of_turn(self._encode(whole.text[:end_of_turn])) or self._find_end_of_turn(tokens)
         return None if end is None else self.tokenizer.convert_ids_to_tokens(tokens[end])
+
+
+class Renderer(ChatTemplate):
+    """Turns rows into tokens, and finds those that are trained.
+
+    Args:
+        tokenizer, has_turns, date: see `ChatTemplate`.
+        train_on: see `Conversations`.
+
+    Attributes:
+        is_rewritten: whether the last row holds answers before which the model saw other turns than the whole has.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, has_turns: bool, date: str | None = None):
+        super().__init__(tokenizer, has_turns, date)
+        self.train_on, self.is_rewritten = train_on, False
+
+    @property
+    def rule(self) -> str:
+        """A sentence for people on which tokens are trained, and how they are found."""
+        if self.train_on == "all":
+            return "all tokens"
+        if not self.has_turns:
+            return f"the text behind the prompt, and {self.tokenizer.eos_token}"
+        turns = "the last turn of the assistant" if self.train_on == "completions" else "all turns of the assistant"
+        how = "the generation markers" if MARKER.search(self.find_template(None)) else "the turns"
+        clock = "" if self.date is None else f", which reads {self.date} from the clock, on any day"
+        return f"{turns} by {how} of the template{clock}"
+
+    def render(self, row: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens int32 [length] of each sequence of a row, and whether each is trained, bool [length].
+
+        Turns of the prompt are not trained, unless all tokens are.
+
+        Raises:
+            UsageError: a row that cannot be shown as it is, or in which the trained tokens cannot be found.
+        """
+        prompt, answers = row["prompt"], row["answers"]
+        if isinstance(prompt, list):
+            sequences = [self._render_turns(prompt, answer, row["tools"]) for answer in answers]
+        else:
+            sequences = self._render_texts(prompt, answers)
+        for _, mask in sequences:
+            mask[0] = False  # nothing before it predicts it
+        return [(np.array(tokens, np.int32), mask) for tokens, mask in sequences]
+
+    def _render_texts(self, prompt: str | None, answers: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+        """Tokenize texts, ended by the eos_token; without a prompt two answers share the tokens with which both begin."""
+        eos = self.tokenizer.eos_token_id
+
+        def encode(text: str) -> list[int]:
+            tokens = self.tokenizer(text, verbose=False)["input_ids"]
+            return tokens[:-1] if tokens and tokens[-1] == eos else tokens
+
+        sequences = [encode((prompt or "") + answer) for answer in answers]
+        before = encode(prompt) if prompt else []
+        if prompt is None:
+            before = find_beginning(*sequences)
+        for tokens in sequences:
+            if tokens[: len(before)] != before:
+                raise UsageError(
+                    "the prompt's last tokens change when the completion follows it, so that the answer has no beginning: move "
+                    "the space or line break between them from the prompt's end to the completion's beginning"
+                )
+        first = 0 if self.train_on == "all" else len(before)
+        return [([*tokens, eos], np.arange(len(tokens) + 1) >= first) for tokens in sequences]
+
+    def _render_turns(
+        self, prompt: list[dict], answer: list[dict], tools: list[dict] | None
+    ) -> tuple[list[int], np.ndarray]:
+        self.is_rewritten = False
+        request = self._plan(prompt, answer, tools)
+        whole, *others = self._render(request)  # all of them, before any other is asked for
+        _check_nothing_is_lost(request.turns, tools, whole.text)
+        if request.has_markers:
+            return self._find_marked(request, len(prompt), whole, others)
+        tokens = self._encode(whole.text)
+        if self.train_on == "all":
+            return tokens, np.ones(len(tokens), bool)
+        return tokens, self._find_answers(request, len(prompt), whole, others, tokens)
+
+    def ask(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Ask ahead for what `render` will need for rows, which it then gets without waiting."""
+        if self.has_turns:
+            requests: list[Request] = []
+            for row in rows:
+                with contextlib.suppress(UnclearCallError):  # which `render` raises
+                    requests += [self._plan(row["prompt"], answer, row["tools"]) for answer in row["answers"]]
+            PROCESS.ask(requests)
+
+    def _plan(self, prompt: list[dict], answer: list[dict], tools: list[dict] | None) -> Request:
+        """List the parts of a conversation that have to be rendered to find what is trained."""
+        turns, first = self._write_calls(prompt + answer, tools), len(prompt)
+        has_markers = self.train_on != "all" and MARKER.search(self.find_template(tools)) is not None
+        parts = [Part(len(turns))]
+        if has_markers and first:
+            parts.append(Part(first, begins_answer=True))
+        elif not has_markers and self.train_on != "all":
+            answers = [place for place, turn in enumerate(turns) if place >= first and turn["role"] == "assistant"]
+            parts += [Part(place, begins_answer=True) for place in answers if place]  # no turn is before the first
+        return self._make_request(turns, tools, parts, has_markers)
+
+    def _find_marked(
+        self, request: Request, first: int, whole: Rendering, others: Sequence[Rendering]
+    ) -> tuple[list[int], np.ndarray]:
+        """Find the tokens, and those inside of the template's markers, of the turns from number `first` on.
+
+        Args:
+            request: for the conversation.
+            first: number of a turn.
+            whole, others: the conversation and, where `first` is not 0, the beginning up to it, rendered.
+        """
+        turns = request.turns
+        encoding = self.tokenizer(whole.text, add_special_tokens=False, verbose=False)
+        tokens = encoding["input_ids"]
+        mask = np.zeros(len(tokens), bool)
+        openings = [opening for opening in self._find_openings(request.tools) if opening]
+        for start, end in whole.spans:  # as apply_chat_template does with return_assistant_tokens_mask
+            # Some markers begin before what the model is given to answer, which it never has to write
+            start += next((len(text) for text in openings if whole.text.startswith(text, start, end)), 0)
+            start_token, end_token = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+            if start_token is None:
+                break
+            mask[start_token : end_token + 1 if end_token else len(tokens)] = True
+        is_assistant = np.array([turn["role"] == "assistant" for turn in turns])
+        num_answers = _count_runs(is_assistant & (np.arange(len(turns)) >= first))
+        if first:
+            before = self._encode(others[0].text)
+            starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # of each run of marked tokens
+            is_one_run_per_turn = (
+                len(starts) == _count_runs(is_assistant) and not is_assistant[first - 1 : first + 1].all()
+            )
+            if tokens[: len(before)] == before:
+                mask[: len(before)] = False
+            elif is_one_run_per_turn:
+                mask[: starts[-num_answers]] = False
+            else:
+                self._refuse_beginning(request, first, tokens, before)
+        num_marked = _count_runs(mask)
+        if 0 < num_marked < num_answers:
+            raise UsageError(
+                f"the template's markers hold tokens of {num_marked} of {num_answers} turns of the assistant: mend them in a "
+                "copy of the template, --chat_template FILE, or set train_on to completions"
+            )
+        end = self._find_end_of_turn(tokens)
+        if end is not None and mask.any() and not mask[end]:
+            last = tokens[np.flatnonzero(mask)[-1]]
+            if last not in self.special_ids:
+                token = self.tokenizer.convert_ids_to_tokens(tokens[end])
+                raise UsageError(
+                    f"the template's markers end before {token}, so that the model would not learn to stop: move "
+                    "{% endgeneration %} behind it, in a copy of the template, --chat_template FILE"
+                )
+        return tokens, mask
+
+    def _find_answers(
+        self, request: Request, first: int, whole: Rendering, others: Sequence[Rendering], tokens: list[int]
+    ) -> np.ndarray:
+        """Find the tokens of the assistant's turns from number `first` on.
+
+        Args:
+            request: for the conversation.
+            first: number of a turn.
+            whole, others: the conversation and, for each of these turns, the beginning up to it, rendered.
+            tokens: of the conversation.
+        """
+        turns, tools, renderings = request.turns, request.tools, iter(others)
+        mask, spans = np.zeros(len(tokens), bool), _find_spans(turns, whole)
+        for number, turn in enumerate(turns):
+            if number < first or turn["role"] != "assistant":
+                continue
+            before = next(renderings).text if number else None
+            is_last, span = number == len(turns) - 1, spans.get(number)
+            start = self._find_start(number, tools, whole.text, before, span)
+            begun = self._encode(whole.text[:start] if start is not None else before or "")
+            if start is None or tokens[: len(begun)] != begun:
+                self._refuse_beginning(request, number, tokens, begun)
+            if span is not None:
+                text = whole.text[: span[1]]
+            else:  # then what follows must change nothing
+                text = whole.text if is_last else self._render_whole(turns[: number + 1], tools)
+            may_stop = is_last or turns[number + 1]["role"] != "assistant"
+            end = self._find_end(tokens, len(begun), tokens if text == whole.text else self._encode(text), may_stop)
+            if end is None and (text := text.rstrip()):  # white space may be one token with that of the next turn
+                end = self._find_end(tokens, len(begun), self._encode(text), may_stop)
+            if end is None:
+                self._refuse_beginning(request, number + 1, tokens)
+            mask[len(begun) : end] = True
+        return mask
+
+    def _find_start(
+        self, number: int, tools: list[dict] | None, text: str, before: str | None, span: tuple[int, int] | None
+    ) -> int | None:
+        """Find the first character of an answer; None: it is not known.
+
+        Args:
+            number: of its turn.
+            tools: of the conversation.
+            text: the whole.
+            before: what the model sees before it answers; None: the answer is the first turn.
+            span: first character of what the template writes for the turn, and the one after the last; None: not known.
+        """
+        is_kept = before is not None and text.startswith(before) and (span is None or span[0] <= len(before) <= span[1])
+        if is_kept and (span is None or span[0] < len(before)):
+            return len(before)
+        for opening in self._find_openings(tools) if span is not None else ():
+            if text.startswith(opening, span[0], span[1]) and (opening or (number and not is_kept)):
+                self.is_rewritten |= number > 0
+                return span[0] + len(opening)
+        return len(before) if is_kept else None
+
+    def _find_end(self, tokens: list[int], start: int, given: list[int], may_stop: bool) -> int | None:
+        """Find the place behind an answer's last token, which is its stop token if it has one; None: it is not known.
+
+        Args:
+            tokens: of the conversation.
+            start: place of the answer's first token.
+            given: tokens of the conversation up to the end of what the template writes for the turn.
+            may_stop: whether a special token that follows, such as that of the user's next turn, stops the model.
+        """
+        if tokens[: len(given)] != given:
+            return None
+        end = self._find_end_of_turn(given)
+        if end is not None and end >= start:
+            return end + 1
+        for place in range(len(given), len(tokens)) if may_stop else ():
+            if tokens[place] in self.special_ids:
+                return place + 1
+            if self.tokenizer.decode(tokens[place]).strip():
+                break
+        return len(given)
+
+    def _refuse_beginning(
+        self, request: Request, num_turns: int, tokens: list[int], before: list[int] | None = None
+    ) -> NoReturn:
+        """Raise UsageError for the first turns of a conversation, which are rendered otherwise when others follow.
+
+        Args:
+            tokens: of the whole conversation.
+            before: tokens of these turns and of the beginning of an answer; None: the fault is not there.
+        """
+        others = ", or set train_on to completions" if self.train_on == "assistant" else ""
+        if not num_turns:
+            raise UsageError(
+                "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
+                "give one, --chat_template FILE, or leave out the turn"
+            )
+        alone = self._encode(self._render_whole(request.turns[:num_turns], request.tools))
+        if before is not None and tokens[: len(alone)] == alone:
+            begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
+            raise UsageError(
+                f"the chat template begins an answer that the model is to give with {begun}, but one that is given with "
+                f"{given}, so that the trained tokens cannot be found: give a template with {{% generation %}} markers, "
+                "--chat_template FILE"
+            )
+        raise UsageError(
+            f"the chat template renders the beginning, up to turn {num_turns}, otherwise when more turns follow, so that the "
+            "trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
+            + others
+        )
 
     def find_stop(self, tokens: np.ndarray, is_trained: np.ndarray) -> int:
         """Return the id of the stop token that ends a sequence and is trained, or -1."""
@@ -598,16 +578,6 @@ def _find_spans(turns: list[dict], whole: Rendering) -> dict[int, tuple[int, int
         elif len(own) == 1 and _find_answer(turn).strip() in whole.text[slice(*own[0])]:
             spans[number] = own[0]
     return spans
-
-
-def _find_beginning(*texts: str) -> str:
-    """Find what all texts begin with.
-
-    >>> _find_beginning("<a>b", "<a>c", "<a>")
-    '<a>'
-    """
-    letters = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
-    return "".join(letter for letter, *_ in letters)
 
 
 def _find_answer(turn: Mapping[str, Any]) -> str:
@@ -714,7 +684,7 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
         _join_texts,
         remove_columns=rows.column_names,
         features=Features({"text": Value("string")}),
-        new_fingerprint=hashlib.sha256(Path(__file__).read_bytes() + rows_fingerprint(rows).encode()).hexdigest()[:16],
+        new_fingerprint=hash_parts(hash_modules(__name__), rows_fingerprint(rows)),
     )
     tokenizer = train_byte_level_bpe(texts, vocab_size - len(control_tokens), splits_digits=True)
     tokenizer.add_tokens(
@@ -731,9 +701,8 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
 def try_template(recipe: Any) -> None:
     """Refuse a template file that is missing, or takes too much for the shortest conversation, before data are read."""
     if recipe.chat_template is not None:
-        turns = [{"role": "user", "content": "a"}]
         with naming_template(recipe), contextlib.suppress(TemplateRefusal):  # which `Renderer` reports
-            next(PROCESS.take(Request(_read_template(recipe.chat_template), {}, turns, None, [Part(1)])))
+            next(PROCESS.take(Request(_read_template(recipe.chat_template), {}, SHORTEST[:1], None, [Part(1)])))
 
 
 @contextlib.contextmanager
@@ -765,13 +734,10 @@ def _read_template(file: str) -> str:
 def _join_texts(row: dict[str, str]) -> dict[str, str]:
     """Join all that a tokenizer should know of a row."""
     values = json.loads(row["row"])
-    parts = [values["prompt"] or "", *values["answers"]]
-    texts = [
-        part if isinstance(part, str) else f"{part['role']}\n{part.get('content', '')}" for part in _flatten(parts)
-    ]
-    return {"text": "\n".join(texts)}
-
-
-def _flatten(parts: Sequence[Any]) -> Iterator[Any]:
-    for part in parts:
-        yield from part if isinstance(part, list) else [part]
+    parts = [part if isinstance(part, list) else [part] for part in (values["prompt"] or "", *values["answers"])]
+    return {
+        "text": "\n".join(
+            part if isinstance(part, str) else f"{part['role']}\n{part.get('content', '')}"
+            for part in itertools.chain(*parts)
+        )
+    }

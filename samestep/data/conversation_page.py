@@ -63,7 +63,7 @@ def write(recipe: Recipe, train: Conversations, held_out: Conversations | None, 
             y=pages.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
             quantiles=[int(value) for value in np.quantile(lengths, [0, 0.5, 1], method="nearest")],
             sources=_describe_sources(train, held_out),
-            mixture=_describe_mixture(train),
+            mixture=zip(name_sources([*train.weights]), train.list_mixture(), strict=True),
         )
     )
 
@@ -95,14 +95,3 @@ def _describe_sources(train: Conversations, held_out: Conversations | None) -> l
         sources.append(row | {"num_held_out": held_out_counts.pop(name, 0)})
     nothing = dict.fromkeys(("num_samples", "num_tokens", "num_trained"), 0)
     return sources + [nothing | {"name": name, "num_held_out": count} for name, count in held_out_counts.items()]
-
-
-def _describe_mixture(train: Conversations) -> list[tuple[str, int, float, int, float]]:
-    """List of each source of a mixture its name, samples, weight, uses in an epoch, and their share; nothing without one."""
-    total = sum(uses for _, uses in train.mixture)
-    return [
-        (name, count, weight, uses, uses / total)
-        for name, weight, (count, uses) in zip(
-            name_sources(train.entries), train.weights or (), train.mixture, strict=False
-        )
-    ]

@@ -5,20 +5,18 @@ fault is a row, too, with its column `problem`.
 """
 
 import glob
-import hashlib
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import doctest_chats, documents, drawn_chats, row_forms, row_report
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.drawn_chats import SPLITS
-from samestep.data.labelled_texts import READERS, read_rows
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
 from samestep.errors import UsageError, nearest
@@ -38,6 +36,8 @@ BUILTIN = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: 
 """Name of data that need no download -> whether its rows are pairs."""
 
 
+READING = (__name__, row_forms.__name__, row_report.__name__)
+"""Modules that read rows: what they have cached is made anew when they change."""
 MAX_SOURCES = 20
 """Entries of train_file at most that are told apart where no weights are given: more are files that a shell found."""
 
@@ -66,11 +66,7 @@ def load_sources(recipe: Any) -> list[Source]:
     Raises:
         UsageError: data that cannot be used; sources of turns beside sources of texts; a file in two sources.
     """
-    options = {
-        "wants_pairs": recipe.objective != "sft",
-        "train_on": recipe.train_on,
-        "columns": recipe.column_names,
-    }
+    options = {"wants_pairs": recipe.objective != "sft", "train_on": recipe.train_on, "columns": recipe.column_names}
     if (not recipe.train_file) == (not recipe.dataset_name):
         raise UsageError(
             f"give exactly one of train_file and dataset_name, not {'both' if recipe.train_file else 'neither'}; "
@@ -89,7 +85,9 @@ def load_sources(recipe: Any) -> list[Source]:
     else:
         _check_files_differ([entry for entry in entries if _is_file(recipe, entry)])
         loaded = {
-            entry: _load_source(recipe, entry, name, options)
+            entry: load_rows([entry], names=[name], **options)
+            if _is_file(recipe, entry)
+            else _load_dataset(entry, recipe.dataset_config_name, name, **options)
             for entry, name in zip(entries, name_sources(entries), strict=True)
             if entry not in builtins
         }
@@ -133,7 +131,7 @@ def _report(entry: str, rows: Dataset, files: Sequence[str]) -> RowReport:
     read, bad, unused = rows.unique("columns"), find_problems(rows), count_unused(rows)
     named = dict.fromkeys(name for names in read for name in names.split(", ") if names)
     columns = [name for name in named if unused.get(name, 0) < len(rows) - len(bad)]
-    notes = documents.describe_sources(files, READERS) if files else []
+    notes = documents.describe_sources(files, documents.ROW_READERS) if files else []
     return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused, notes=notes)
 
 
@@ -151,26 +149,19 @@ def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:
 
 
 def _is_file(recipe: Any, entry: str) -> bool:
-    return bool(recipe.train_file) or Path(entry).suffix.lower() in READERS
+    return bool(recipe.train_file) or Path(entry).suffix.lower() in documents.ROW_READERS
 
 
 def _check_files_differ(entries: Sequence[str]) -> None:
     """Raise UsageError where two sources hold the same file."""
     owners: dict[str, str] = {}
     for entry in entries:
-        for file in documents.find_files([entry], READERS)[0]:
+        for file in documents.find_files([entry], documents.ROW_READERS)[0]:
             owner = owners.setdefault(os.path.realpath(file), entry)
             if owner != entry:
                 raise UsageError(
                     f"{file} is in two sources, {owner} and {entry}: name it once, and give it the sum of the weights"
                 )
-
-
-def _load_source(recipe: Any, entry: str, name: str, options: Mapping[str, Any]) -> Dataset:
-    """Load one source, whose name in metrics is `name`; `options` are those of `load_rows`."""
-    if _is_file(recipe, entry):
-        return load_rows([entry], names=[name], **options)
-    return _load_dataset(entry, recipe.dataset_config_name, name, **options)
 
 
 def _load_builtin_source(recipe: Any, entry: str, wants_pairs: bool) -> Source:
@@ -204,7 +195,7 @@ def name_sources(entries: Sequence[str]) -> list[str]:
     names: list[str] = []
     for entry in entries:
         parts = [part for part in Path(entry).parts if not glob.has_magic(part)] or [entry]
-        last = parts[-1] if Path(entry).suffix.lower() not in READERS else Path(parts[-1]).stem
+        last = parts[-1] if Path(entry).suffix.lower() not in documents.ROW_READERS else Path(parts[-1]).stem
         name = re.sub(r"[^\w.-]+", "_", last).strip("_") or "files"
         number = 1 + sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", other) is not None for other in names)
         names.append(name if number == 1 else f"{name}_{number}")
@@ -241,15 +232,15 @@ def load_rows(
         UsageError: a file that cannot be read, or holds no row.
     """
     options: dict[str, Any] = {"wants_pairs": wants_pairs, "train_on": train_on, "columns": dict(columns or {})}
-    files, keys = documents.find_files(train_file, READERS)
+    files, keys = documents.find_files(train_file, documents.ROW_READERS)
     if names is None:
         names = name_sources(train_file) if len(train_file) <= MAX_SOURCES else ["files"] * len(train_file)
     labels: dict[str, str] = {}
     for entry, name in zip(train_file, names, strict=True):
-        for file in documents.find_files([entry], READERS)[0]:
+        for file in documents.find_files([entry], documents.ROW_READERS)[0]:
             labels.setdefault(file, name)
     labelled = [(file, labels[file]) for file in files]
-    key = (keys, labelled, options, _source())
+    key = (keys, labelled, options, hash_modules(*READING))
     return documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options)
 
 
@@ -272,13 +263,9 @@ def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -
     def read(values: dict[str, Any], number: int) -> dict[str, str | None]:
         return reader.read(f"dataset_name {name!r}, row {number}", _without_none(values)) | {"source": source}
 
-    key = repr((rows_fingerprint(dataset), entry, source, sorted(options.items()), _source()))
+    key = hash_parts(rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
     return dataset.map(
-        read,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=FEATURES,
-        new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:16],
+        read, with_indices=True, remove_columns=dataset.column_names, features=FEATURES, new_fingerprint=key
     )
 
 
@@ -302,13 +289,13 @@ def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, w
     if name == DOCTESTS:
         if config is not None:
             raise UsageError(f"dataset_name {name} has no configuration, but {config} was given: leave it out")
-        key = (sys.version, split, _hash_file(doctest_chats), _source())
+        key = (sys.version, split, hash_modules(doctest_chats.__name__, *READING))
         return documents.cache_rows(_doctest_rows, FEATURES, key=key, split=split)
     if num_samples is None:
         field = "num_train_samples" if split == "train" else "num_validation_samples"
         raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
     drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
-    draws = (name, num_samples, drawn, _hash_file(drawn_chats), _source())
+    draws = (name, num_samples, drawn, hash_modules(drawn_chats.__name__, *READING))
     return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
 
 
@@ -342,16 +329,16 @@ def _make_row(
 
 def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str, str | None]]:
     """Read the rows of files, each with its source's name; a row with a fault has it in `problem`."""
-    reader, sources = RowReader(**options), dict(files)
-    for file, number, values in read_rows(list(sources)):
-        place = f"{file}:{number}"
-        if isinstance(values, BadRow):
-            row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
-        else:
-            is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-            row = reader.read(place, values if is_json else _without_none(values))
-        row["source"] = sources[file]
-        yield row
+    reader = RowReader(**options)
+    for file, source in files:
+        is_json = Path(file).suffix.lower() in (".json", ".jsonl")
+        for number, values in documents.read_rows(file):
+            place = f"{file}:{number}"
+            if isinstance(values, BadRow):
+                row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
+            else:
+                row = reader.read(place, values if is_json else _without_none(values))
+            yield row | {"source": source}
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,12 +355,3 @@ def _strip_none(value: Any) -> Any:
 def has_turns(rows: Dataset) -> bool:
     """Tell whether rows have turns; else they have texts."""
     return isinstance(json.loads(rows[0]["row"])["prompt"], list)
-
-
-def _hash_file(module: ModuleType) -> str:
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
-
-
-def _source() -> str:
-    """Hash what reads rows, so that cached rows are read anew when it changes."""
-    return "".join(_hash_file(module)[:16] for module in (sys.modules[__name__], row_forms, row_report))

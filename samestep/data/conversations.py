@@ -7,11 +7,9 @@ predict (see `chat_templates`). Sequences lie end to end in a micro-batch: nothi
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,9 +17,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals import chat_rendering
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import chat_templates, template_process
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import ListColumn, hash_modules, hash_parts, map_once
 from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
 from samestep.data.conversation_rows import HELD_OUT, Source, has_turns, load_sources, name_sources
 from samestep.data.row_report import Problem, RowReport, group, refuse
@@ -97,7 +94,6 @@ class MaskReport:
         num_special: samples whose text holds a special token, which is a token here, not a text.
         num_rewritten: samples with answers that the template writes otherwise in the whole than for the model that gives them.
         rule: says what is trained, and how it was found.
-        max_seq_length: the largest number of tokens of a sequence.
         sources: of a mixture, a line for each source: its samples, its weight, and its share of an epoch.
     """
 
@@ -111,7 +107,6 @@ class MaskReport:
     num_untrained: int
     num_special: int
     rule: str
-    max_seq_length: int
     sources: tuple[str, ...] = ()
     num_rewritten: int = 0
 
@@ -143,21 +138,21 @@ class Conversations:
         rows: as `load_rows` returns them, without a problem.
         table: of these rows, as `tokenize` makes it.
         renderer: of the table, with the tokenizer.
-        train_on: `completions`: the answers alone; `assistant`: all turns of the assistant, beside a prompt those of the
-            completion; `all`: all tokens. Pairs are trained on their answers.
-        max_seq_length: tokens of a sequence at most.
-        terms: names of the loss terms, in order.
-        loss_weighting: `token`, or `sample`, which `counts` depend on.
-        has_reference: whether micro-batches hold log-probabilities of a reference model.
+        recipe: gives `train_on` (`completions`: the answers alone; `assistant`: all turns of the assistant, beside a prompt
+            those of the completion; `all`: all tokens; pairs are trained on their answers), `max_seq_length`, tokens of a
+            sequence at most, `loss_weights` of the loss terms, in order, `loss_weighting` (`token`, or `sample`), on which
+            `counts` depend, and `objective`, of which dpo needs log-probabilities of a reference model.
         description: names the data in messages.
-        sizes: number of rows of each source, which lie one after the other; None: one source has all.
-        entries: name of each source in messages.
-        weights: passes over each source in an epoch; None: an epoch uses each sample once.
+        sources: whose training rows lie one after the other; where the recipe has mixture_weights, passes over each of them in
+            an epoch. Empty: an epoch uses each sample once.
 
     Attributes:
-        rows, tokenizer: as given.
+        rows, renderer, recipe: as given.
+        numbers: columns `COUNTS` of the table, int32 [rows].
+        places: int64 [samples], the row of each.
         mixture: of several sources with weights, for each its number of samples and of their uses in an epoch, see
             `samestep.cut.order.Order`; else empty.
+        weights: name of each source of a mixture in messages -> its weight.
         source_names: names of the sources in metrics: of files, of datasets, or of the tasks of drawn chats.
         source_numbers: int64 [samples], the place of each sample's source in `source_names`.
         max_length: tokens of a sample at most; of a pair, of both sequences.
@@ -174,37 +169,24 @@ class Conversations:
         rows: Dataset,
         table: Dataset,
         renderer: Renderer,
+        recipe: Any,
         *,
-        train_on: str,
-        max_seq_length: int,
-        terms: Sequence[str] = ("lm",),
-        loss_weighting: str = "token",
-        has_reference: bool = False,
         description: str = "conversations",
-        sizes: Sequence[int] | None = None,
-        entries: Sequence[str] = (),
-        weights: Sequence[float] | None = None,
+        sources: Sequence[Source] = (),
     ):
-        self.rows, self.tokenizer, self.renderer = rows, renderer.tokenizer, renderer
-        self.max_seq_length, self.train_on = max_seq_length, train_on
-        self.terms, self.loss_weighting, self.has_reference = tuple(terms), loss_weighting, has_reference
-        self.columns = "; ".join(rows.unique("columns"))
+        self.rows, self.renderer, self.recipe = rows, renderer, recipe
         self.is_pairs = _has_pairs(rows)
-        self.max_length = max_seq_length * (1 + self.is_pairs)
+        self.max_length = recipe.max_seq_length * (1 + self.is_pairs)
         self.row_reports: tuple[RowReport, ...] = ()
         self.tokens, self.trained = ListColumn(table, "tokens"), ListColumn(table, "trained")
-        self.borders, self.states, self.stops, self.special, self.rewritten = (
-            table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special", "rewritten")
-        )
-        self.places = np.flatnonzero(self.states <= CUT)  # [samples], the row of each
+        self.numbers = {name: table.data.column(name).to_numpy() for name in COUNTS}
+        self.places = np.flatnonzero(self.numbers["state"] <= CUT)
         self.reference = np.zeros((len(self.places), 2), np.float32)
         if not len(self.places):
             raise UsageError(self._explain_emptiness(description))
         self.source_names, self.source_numbers = self._find_sources()
-        self.entries, self.weights = tuple(entries), weights
-        self.mixture: tuple[tuple[int, int], ...] = ()
-        if sizes is not None and weights is not None:
-            self.mixture = self._mix(sizes, weights)
+        self.weights = dict(zip((source.entry for source in sources), recipe.mixture_weights or (), strict=False))
+        self.mixture = self._mix([len(source.train) for source in sources]) if self.weights else ()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -214,15 +196,25 @@ class Conversations:
         report = self.mask_report
         kind = "pairs of answers" if self.is_pairs else "conversations" if self.renderer.has_turns else "texts"
         left_out = {
-            f"longer than {self.max_seq_length}": report.num_dropped,
+            f"longer than {self.recipe.max_seq_length}": report.num_dropped,
             "with nothing to train": report.num_untrained,
         }
         notes = "".join(f", {count:,} {text} left out" for text, count in left_out.items() if count)
-        cut = f", {report.num_cut:,} cut at {self.max_seq_length}" if report.num_cut else ""
+        cut = f", {report.num_cut:,} cut at {self.recipe.max_seq_length}" if report.num_cut else ""
         return (
             f"{len(self):,} {kind} (columns {self.columns}; {report.num_tokens:,} tokens, {report.num_trained:,} of them "
             f"trained{cut}{notes})"
         )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer with its template."""
+        return self.renderer.tokenizer
+
+    @property
+    def columns(self) -> str:
+        """Names of the columns that were read, in each form of the rows."""
+        return "; ".join(self.rows.unique("columns"))
 
     def _find_sources(self) -> tuple[tuple[str, ...], np.ndarray]:
         """Find the names of sources, in their order, and the number of each sample's source."""
@@ -231,11 +223,13 @@ class Conversations:
         used, numbers = np.unique(numbers, return_inverse=True)
         return tuple(names.dictionary[int(number)].as_py() for number in used), numbers
 
-    def _mix(self, sizes: Sequence[int], weights: Sequence[float]) -> tuple[tuple[int, int], ...]:
-        """Count the samples of each source, and how many of them an epoch uses."""
+    def _mix(self, sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Count the samples of each source, whose rows are `sizes`, and how many of them an epoch uses."""
         counts = np.histogram(self.places, np.cumsum([0, *sizes]) - 0.5)[0].tolist()
-        mixture = tuple((count, round(weight * count)) for count, weight in zip(counts, weights, strict=True))
-        for entry, weight, (count, uses) in zip(self.entries, weights, mixture, strict=True):
+        mixture = tuple(
+            (count, round(weight * count)) for count, weight in zip(counts, self.weights.values(), strict=True)
+        )
+        for (entry, weight), (count, uses) in zip(self.weights.items(), mixture, strict=True):
             if not uses:
                 raise UsageError(
                     f"mixture_weights gives {entry} {weight:g}, but of its {count} samples that are {weight * count:.3g} in an "
@@ -243,20 +237,17 @@ class Conversations:
                 )
         return mixture
 
-    def _describe_mixture(self) -> tuple[str, ...]:
-        """Write a line for each source of a mixture; nothing without one."""
+    def list_mixture(self) -> list[tuple[str, int, float, int, float]]:
+        """List of each source of a mixture its entry, samples, weight, uses in an epoch, and their share."""
         total = sum(uses for _, uses in self.mixture)
-        return tuple(
-            f"source {entry}: {count} samples, weight {weight:g}, {uses} of the {total} samples of an epoch "
-            f"({100 * uses / total:.1f} %)"
-            for entry, weight, (count, uses) in zip(self.entries, self.weights or (), self.mixture, strict=False)
-        )
+        pairs = zip(self.weights.items(), self.mixture, strict=False)
+        return [(entry, count, weight, uses, uses / total) for (entry, weight), (count, uses) in pairs]
 
     def count_by_source(self, ids: np.ndarray) -> dict[str, int]:
         """Count the samples of each source of a mixture among samples `ids`."""
         borders = np.cumsum([0, *(count for count, _ in self.mixture)]) - 0.5
         counts = np.histogram(ids, borders)[0].tolist()
-        return dict(zip(name_sources(self.entries), counts, strict=True))
+        return dict(zip(name_sources([*self.weights]), counts, strict=True))
 
     def choose_samples(self, num_samples: int) -> list[int]:
         """Choose samples to be shown, or answered: the first ones of each source, in turn; sorted."""
@@ -267,13 +258,14 @@ class Conversations:
         return sorted(np.lexsort((self.source_numbers, ranks))[:num_samples].tolist())
 
     def _explain_emptiness(self, description: str) -> str:
-        if (self.states == TOO_LONG).any():
+        recipe, states = self.recipe, self.numbers["state"]
+        if (states == TOO_LONG).any():
             return (
-                f"{description}: all {len(self.states)} rows are longer than max_seq_length {self.max_seq_length}: raise it, "
-                "or set truncation to cut"
+                f"{description}: all {len(states)} rows are longer than max_seq_length {recipe.max_seq_length}: raise it, or "
+                "set truncation to cut"
             )
         return (
-            f"{description}: no token of any row is trained (train_on {self.train_on}): put {{% generation %}} and "
+            f"{description}: no token of any row is trained (train_on {recipe.train_on}): put {{% generation %}} and "
             "{% endgeneration %} around the assistant's turns in the chat template, or take the markers out; or raise "
             "max_seq_length, if answers are cut off"
         )
@@ -283,47 +275,52 @@ class Conversations:
         """Hashes of all that the samples are made of: the tokenizer, the template, the tokens, and which are trained."""
         return {
             "tokenizer": fingerprint(self.tokenizer),
-            "template": _hash(self.renderer.template, self.tokenizer.special_tokens_map),
-            "conversations": _hash(self.tokens.digest(), self.borders.tobytes()),
+            "template": hash_parts(self.renderer.template, self.tokenizer.special_tokens_map),
+            "conversations": hash_parts(self.tokens.digest(), self.numbers["border"].tobytes()),
             "mask": self.trained.digest(),
             **({"date": self.renderer.date} if self.renderer.date else {}),
-        } | ({"mixture": _hash(self.mixture)} if self.mixture else {})
+        } | ({"mixture": hash_parts(self.mixture)} if self.mixture else {})
 
     @functools.cached_property
     def mask_report(self) -> MaskReport:
         """The numbers of tokens, of trained ones, and of stop tokens."""
-        stops = self.stops[self.places]
-        stop_ids = np.unique(stops[stops >= 0]).tolist()
+        used = {name: values[self.places] for name, values in self.numbers.items()}
+        stop_ids = np.unique(used["stops"][used["stops"] >= 0]).tolist()
+        num_states = np.bincount(self.numbers["state"], minlength=BAD)
+        total = sum(uses for _, uses in self.mixture)
         return MaskReport(
             num_samples=len(self),
             num_tokens=self.tokens.num_values,
             num_trained=sum(int(values.sum()) for values in self.trained.values),
-            num_stopped=int(np.sum(stops >= 0)),
+            num_stopped=int(np.sum(used["stops"] >= 0)),
             stop_tokens=tuple(self.tokenizer.convert_ids_to_tokens(stop_ids)),
-            num_cut=int(np.sum(self.states == CUT)),
-            num_dropped=int(np.sum(self.states == TOO_LONG)),
-            num_untrained=int(np.sum(self.states == UNTRAINED)),
-            num_special=int(self.special[self.places].sum()),
+            num_cut=int(num_states[CUT]),
+            num_dropped=int(num_states[TOO_LONG]),
+            num_untrained=int(num_states[UNTRAINED]),
+            num_special=int(used["special"].sum()),
             rule=self.renderer.rule,
-            max_seq_length=self.max_seq_length,
-            sources=self._describe_mixture(),
-            num_rewritten=int(self.rewritten[self.places].sum()),
+            sources=tuple(
+                f"source {entry}: {count} samples, weight {weight:g}, {uses} of the {total} samples of an epoch "
+                f"({100 * share:.1f} %)"
+                for entry, count, weight, uses, share in self.list_mixture()
+            ),
+            num_rewritten=int(used["rewritten"].sum()),
         )
 
     def draw(self, epoch: int, sample_id: int) -> Conversation:
         """Return a sample; it is the same in every epoch."""
         place = self.places[sample_id]
-        tokens, border = self.tokens[place], int(self.borders[place])
+        tokens, border = self.tokens[place], int(self.numbers["border"][place])
         lengths = (border, len(tokens) - border) if self.is_pairs else (len(tokens),)
         return Conversation(int(sample_id), tokens, self.trained[place].view(bool), lengths)
 
     def longest(self) -> Conversation:
         """Return a sample of max_length tokens, all trained but the first of each sequence."""
         num_sequences = 1 + self.is_pairs
-        is_trained = np.ones((num_sequences, self.max_seq_length), bool)
+        is_trained = np.ones((num_sequences, self.recipe.max_seq_length), bool)
         is_trained[:, 0] = False
         tokens = np.full(self.max_length, self.tokenizer.eos_token_id, np.int32)
-        return Conversation(0, tokens, is_trained.ravel(), (self.max_seq_length,) * num_sequences)
+        return Conversation(0, tokens, is_trained.ravel(), (self.recipe.max_seq_length,) * num_sequences)
 
     def find_question(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Find the tokens before a sample's last answer (of a pair: the preferred one), and the answer's own tokens.
@@ -347,7 +344,7 @@ class Conversations:
             labels: int64 [m], the trained tokens.
             label_index: int64 [m], for each its predecessor's place in the row.
             label_sequence: int64 [m], number of the sequence of each.
-            reference: float32 [Q], see the class; only with `has_reference`.
+            reference: float32 [Q], see the class; only with objective dpo.
             counts: int64 [terms].
         """
         lengths = np.array([length for sample in samples for length in sample.lengths], np.int64)
@@ -364,14 +361,14 @@ class Conversations:
             "label_index": torch.from_numpy(places - 1),
             "label_sequence": torch.from_numpy(sequence[places]),
         }
-        if self.has_reference:
+        if self.recipe.objective == "dpo":
             ids = [sample.sample_id for sample in samples]
             micro_batch["reference"] = torch.from_numpy(self.reference[np.array(ids, np.int64)].ravel())
         num_targets = {
-            "lm": len(places) if self.loss_weighting == "token" else len(samples),
+            "lm": len(places) if self.recipe.loss_weighting == "token" else len(samples),
             "sft": int(np.sum(sequence[places] % 2 == 0)),  # those of the preferred sequences
         }
-        counts = [num_targets.get(term, len(samples)) for term in self.terms]
+        counts = [num_targets.get(term, len(samples)) for term in self.recipe.loss_weights]
         return micro_batch | {"counts": torch.tensor(counts)}
 
     def show(self, num_samples: int, colour: bool = False) -> list[str]:
@@ -420,16 +417,11 @@ def _printable(text: str) -> str:
 def build(
     recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse", date: str | None = None
 ) -> tuple[Conversations, Conversations | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
+    """Build the recipe's training and held-out samples, see `samestep.data`.
 
     Args:
-        recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
-        num_workers: processes that tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
+        recipe: of the task causal_lm_finetuning.
         date: what a template reads from the clock, in ISO's format; None: today.
-
-    Raises:
-        UsageError: data, tokenizer or template that cannot be used.
     """
     try_template(recipe)
     sources = load_sources(recipe)
@@ -437,18 +429,6 @@ def build(
     rows, held_out = (
         datasets.concatenate_datasets([getattr(source, part) for source in sources]) for part in ("train", "held_out")
     )
-    settings: dict[str, Any] = {
-        "train_on": recipe.train_on,
-        "max_seq_length": recipe.max_seq_length,
-        "terms": tuple(recipe.loss_weights),
-        "loss_weighting": recipe.loss_weighting,
-        "has_reference": recipe.objective == "dpo",
-    }
-    mixing: dict[str, Any] = {
-        "sizes": [len(source.train) for source in sources if source.entry != HELD_OUT],
-        "entries": [source.entry for source in sources if source.entry != HELD_OUT],
-        "weights": recipe.mixture_weights,
-    }
     cutting = recipe.max_seq_length, recipe.truncation == "cut", num_workers
     with contextlib.closing(PROCESS):
         try:
@@ -468,12 +448,13 @@ def build(
         if on_bad_row == "refuse" or len(hidden[0]) == len(rows):
             refuse([*bad, *hidden[0], *hidden[1]], sum(source.report.num_read for source in sources))
         tokenizer.model_max_length = recipe.max_seq_length  # saved with it: a pipeline truncates to that
-        train = Conversations(rows, table, renderer, **settings, **mixing, description="training conversations")
+        mixed = [source for source in sources if source.entry != HELD_OUT]
+        train = Conversations(rows, table, renderer, recipe, description="training conversations", sources=mixed)
         with naming_template(recipe):
             train.row_reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
     if not len(held_out):
         return train, None
-    return train, Conversations(held_out, other, renderer, **settings, description="held-out conversations")
+    return train, Conversations(held_out, other, renderer, recipe, description="held-out conversations")
 
 
 def _has_pairs(rows: Dataset) -> bool:
@@ -600,27 +581,14 @@ def tokenize(
     Raises:
         UsageError: a template that takes too much.
     """
-    settings = (renderer.train_on, max_seq_length, cuts)
     columns = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("trained", "uint8"))}
     columns |= dict.fromkeys(COUNTS, Value("int32")) | {"problem": Value("string")}
-    return rows.map(
-        _tokenize,
-        batched=True,
-        remove_columns=rows.column_names,
-        features=Features(columns),
-        fn_kwargs={"renderer": renderer, "max_seq_length": max_seq_length, "cuts": cuts},
-        num_proc=num_workers,
-        desc=f"Tokenizing {description}",
-        new_fingerprint=_hash(
-            rows_fingerprint(rows),
-            fingerprint(tokenizer),
-            tokenizer.special_tokens_map,
-            renderer.template,
-            renderer.date,
-            settings,
-            _source(),
-        ),
-    )
+    arguments = {"renderer": renderer, "max_seq_length": max_seq_length, "cuts": cuts}
+    key: tuple = fingerprint(tokenizer), tokenizer.special_tokens_map, renderer.template, renderer.date
+    modules = (__name__, chat_templates.__name__, template_process.__name__, chat_rendering.__name__)
+    key += renderer.train_on, max_seq_length, cuts, hash_modules(*modules)
+    options: dict[str, Any] = {"fn_kwargs": arguments, "features": Features(columns)}
+    return map_once(rows, _tokenize, key, description, num_workers, **options)
 
 
 def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, cuts: bool) -> dict[str, list]:
@@ -700,9 +668,8 @@ def _read_ahead(texts: Sequence[str], renderer: Renderer) -> Iterator[tuple[int,
     for place, text in enumerate(texts):
         row = json.loads(text)
         prompt = row["prompt"]
-        size += len(text) * (
-            len(prompt) + 1 if isinstance(prompt, list) else 1
-        )  # each turn's beginning may be rendered
+        # Each turn's beginning may be rendered
+        size += len(text) * (len(prompt) + 1 if isinstance(prompt, list) else 1)
         if renderer.train_on == "assistant" and row.get("trains_prompt"):
             row["prompt"], row["answers"] = [], [prompt + answer for answer in row["answers"]]
         rows.append(row)
@@ -710,17 +677,3 @@ def _read_ahead(texts: Sequence[str], renderer: Renderer) -> Iterator[tuple[int,
             renderer.ask(rows)
             yield from enumerate(rows, start=place + 1 - len(rows))
             rows, size = [], 0
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _source() -> str:
-    """Hash what makes samples of rows, so that cached samples are made anew when it changes."""
-    return _hash(
-        *(
-            Path(file).read_bytes()
-            for file in (__file__, chat_templates.__file__, template_process.__file__, chat_rendering.__file__)
-        )
-    )

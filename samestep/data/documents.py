@@ -2,7 +2,6 @@
 
 import ast
 import glob
-import hashlib
 import json
 import os
 import re
@@ -10,15 +9,16 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from samestep.data import row_report, tables
+from samestep.data.arrow import hash_modules, hash_parts
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
@@ -35,15 +35,14 @@ else:
     Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
-BLANK = "no visible character"
-"""Reason why a row is no document; it is no fault."""
+EMPTY = "holds no document: it is empty or blank. Leave it out."
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_TABLES = 100  # tables of which it is said how their cells are told apart
 MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
-def load_documents(
+def load_rows(
     *,
     train_file: Sequence[str] | None,
     dataset_name: str | None,
@@ -52,8 +51,7 @@ def load_documents(
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
-    on_bad_row: str = "refuse",
-) -> Dataset:
+) -> row_report.Table:
     """Load documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
 
     Rows without a visible character are no documents; the others are kept as they are.
@@ -78,33 +76,16 @@ def load_documents(
         text_column: the column that holds the document. Text files and built-in documents have no columns.
         txt_documents: blocks, files, or auto: see `split_txt`.
         num_proc: processes that read; more than there are files are of no use.
-        on_bad_row: `refuse`, or `skip` rows that cannot be used.
 
     Returns:
-        A memory-mapped dataset with one string column `text`, at least one row. Files are read as a stream and cached
-        by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
+        A memory-mapped dataset with one string column `text`, and what is known of rows that are no documents. Files are read
+        as a stream and cached by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
 
     Raises:
         UsageError: neither or both sources; a file that is missing, of unknown kind, without a document, not UTF-8 or
             malformed; a folder without such files; no such column; a dataset that cannot be reached or has no such
             configuration.
     """
-    source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "text_column": text_column}
-    source |= {"dataset_config_name": dataset_config_name, "split": split, "txt_documents": txt_documents}
-    return row_report.take_good([_load_rows(**source, num_proc=num_proc)], on_bad_row)[0]
-
-
-def _load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    text_column: str = "text",
-    txt_documents: str = "blocks",
-    num_proc: int | None = None,
-) -> row_report.Table:
-    """Load documents as `load_documents` does, and what is known of rows that are none."""
     if (not train_file) == (not dataset_name):
         sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
         raise UsageError(
@@ -207,9 +188,9 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
     txt_documents = split_txt(recipe.txt_documents, files)
     source: dict[str, Any] = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    sources = [_load_rows(train_file=recipe.train_file, **hub, **source)]
+    sources = [load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        sources.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
+        sources.append(load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
     documents, *others = row_report.take_good(sources, on_bad_row)
     if others:
         train, held_out, num_held_out = documents, others[0], 0
@@ -230,16 +211,8 @@ def _report(
         files = find_files(getattr(recipe, field), READERS)[0]
         notes.append(describe_files(files, len(table.rows), txt_documents))
         notes += describe_sources(getattr(recipe, field), READERS)
-    return row_report.RowReport(
-        f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field,
-        num_read=table.num_read,
-        num_used=len(table.rows),
-        num_held_out=num_held_out,
-        bad=table.notes.problems,
-        columns=table.notes.columns,
-        unused=table.notes.unused,
-        notes=notes,
-    )
+    name = f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field
+    return table.report(name, num_held_out=num_held_out, notes=notes)
 
 
 def split_txt(txt_documents: str, files: Sequence[str]) -> str:
@@ -318,8 +291,7 @@ def cache_rows(
             its workers wrap it.
     """
     require("text", "training on texts")
-    modules = b"".join(Path(file).read_bytes() for file in (__file__, tables.__file__))
-    fingerprint = hashlib.sha256(modules + repr(key).encode()).hexdigest()[:16]
+    fingerprint = hash_parts(hash_modules(__name__, tables.__name__, row_report.__name__), key)
     try:
         return Dataset.from_generator(
             generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
@@ -487,59 +459,83 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
     Raises:
         UsageError: a fault that is not one row's.
     """
-    readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
+    readers = READERS | {".parquet": partial(read_parquet, columns=[text_column])}
+    if txt_documents == "files":
+        readers[".txt"] = _read_whole
     for file in files:
-        is_empty, notes = True, row_report.Notes()
-        shapes = row_report.Shapes()  # names of a row's other columns; None: it has no columns
-        try:
-            for number, text, others in readers[Path(file).suffix.lower()](file, text_column):
-                shapes.count(others)
-                if (problem := _find_fault(text, text_column)) is None:
-                    is_empty = False
-                    yield {"text": text}
-                elif problem == BLANK:
-                    notes.add_blank(f"{file}:{number}")
-                else:
-                    is_empty = False
-                    notes.problems.append(row_report.Problem(f"{file}:{number}", problem))
-        except UsageError:
-            raise
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
-            raise UsageError(
-                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
-            ) from error
-        if is_empty:
-            raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
-        for names, count in shapes.read():
-            if names is not None:
-                notes.columns = [text_column]
-                notes.unused.update(dict.fromkeys(names, count))
+        kind, notes, num_used = Path(file).suffix.lower(), row_report.Notes(), 0
+        column = "text" if kind == ".txt" else text_column
+        find, make = partial(_find_column, file, column), partial(_make_row, column)
+        for row in row_report.read_noted(file, read_rows(file, readers, EMPTY), find, make, notes):
+            num_used += 1
+            yield row
+        if not num_used and not notes.problems:
+            raise UsageError(f"data file {file} {EMPTY}")
+        if kind == ".txt":  # which has no columns
+            notes.columns = []
         yield from notes.write(FEATURES)
 
 
-def _find_fault(text: object, text_column: str) -> str | None:
-    """Say why a value is no document; None: it is one."""
-    if type(text) is str:  # nearly all of them; no `BadRow`
-        return (None if text.isascii() else find_fault_of_text(text)) or (None if _visible(text) else BLANK)
-    if isinstance(text, BadRow):
-        return str(text)
+def _find_column(file: str, text_column: str, place: str, present: list[str], is_first: bool) -> tuple[str]:
+    """Return the name of the column of documents. Raises UsageError where a row has none."""
+    if text_column in present:
+        return (text_column,)
+    if is_first:
+        is_json = Path(file).suffix.lower() in (".jsonl", ".json")
+        raise UsageError(_no_column(place if is_json else file, text_column, present))
+    raise UsageError(f"no column {text_column!r}, only {list_names(present)}")
+
+
+def _make_row(text_column: str, values: Mapping[str, Any], _: object) -> dict[str, str] | None:
+    """Make a row of a document; None: it has no visible character. Raises UsageError where it is no text."""
+    text = values[text_column]
+    if type(text) is str:  # nearly all of them
+        if not text.isascii() and (problem := find_fault_of_text(text)):
+            raise UsageError(problem)
+        return {"text": text} if _visible(text) else None
     if text is None or (isinstance(text, float) and text != text):  # NaN
-        return BLANK
-    return f"{text_column!r} holds {type(text).__name__}, not text"
+        return None
+    raise UsageError(f"{text_column!r} holds {type(text).__name__}, not text")
 
 
-def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
+def read_rows(
+    file: str, readers: Mapping[str, Any] | None = None, empty: str = "holds no row: leave it out"
+) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Read numbers (of lines, where it has any) and columns of the rows of a file, one at a time; a fault is a `BadRow`.
+
+    Args:
+        readers: suffix -> what reads such files; None: `ROW_READERS`.
+        empty: what is said of a file without rows.
+
+    Raises:
+        UsageError: a file that cannot be read, or that holds no row; it names the file.
+    """
+    number = 0
+    try:
+        for number, values in (readers or ROW_READERS)[Path(file).suffix.lower()](file):
+            yield number, values
+    except UsageError:
+        raise
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
+        raise UsageError(
+            f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
+        ) from error
+    if not number:
+        raise UsageError(f"data file {file} {empty}")
+
+
+def _read_blocks(file: str) -> Iterator[tuple[int, dict[str, str]]]:
+    rule = "a blank line ends a document in .txt. Put one after each document"
     for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
-            number, text = _join(
-                file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
-            )
-            yield number, text.removesuffix("\n"), None
+            number, text = _join(file, lines, "no blank line", rule)
+            yield number, {"text": text.removesuffix("\n")}
 
 
-def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, None]]:
+def _read_whole(file: str) -> Iterator[tuple[int, dict[str, str]]]:
     rule = "with txt_documents files it is one document. Cut it into several files"
-    yield *_join(file, read_lines(file), "no end", rule), None
+    number, text = _join(file, read_lines(file), "no end", rule)
+    yield number, {"text": text}
 
 
 def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> tuple[int, str]:
@@ -616,10 +612,8 @@ def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     try:
         text = data.decode().removeprefix("\ufeff").rstrip()
     except UnicodeDecodeError as error:  # behind what `read_lines` has met
-        raise UsageError(
-            f"{file}: not UTF-8 at byte offset {error.start} (0x{data[error.start]:02x}). Convert it: iconv -f ENCODING -t "
-            "UTF-8"
-        ) from None
+        where = f"byte offset {error.start} (0x{data[error.start]:02x})"
+        raise UsageError(f"{file}: not UTF-8 at {where}. Convert it: iconv -f ENCODING -t UTF-8") from None
     del data
     is_one_line = "\n" not in text
     decoder, space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
@@ -657,12 +651,6 @@ def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
         raise UsageError(f"{file}:{line}: text follows the JSON array. Write one array, or one object per line.")
 
 
-def check_text(location: str, value: object) -> None:
-    """Raise UsageError for a text that no file of UTF-8 can hold."""
-    if isinstance(value, str) and (problem := find_fault_of_text(value)):
-        raise UsageError(f"{location}: {problem}")
-
-
 def find_fault_of_text(text: str) -> str | None:
     """Say why no file of UTF-8 can hold a text; None: one can."""
     if text.isascii() or is_utf8(text):
@@ -670,52 +658,23 @@ def find_fault_of_text(text: str) -> str | None:
     return f"half of a surrogate pair in {shorten(text)!r}. Remove it."
 
 
-def _pick(
-    read: Callable[[str], Iterator], file: str, text_column: str
-) -> Iterator[tuple[int, object, tuple[str, ...]]]:
-    """Read line number, text and the names of other columns of each row that `read` reads of a file.
-
-    Raises:
-        UsageError: the first row has no such column; of others it is a `BadRow`.
-    """
-    present: tuple[str, ...] | None = None
-    unused: tuple[str, ...] = ()
-    for number, row in read(file):
-        if isinstance(row, BadRow):
-            yield number, row, ()
-            continue
-        names = tuple(row)
-        if names != present:
-            if text_column not in row:
-                if present is None:
-                    is_table = Path(file).suffix.lower() in (".csv", ".tsv")
-                    raise UsageError(_no_column(file if is_table else f"{file}:{number}", text_column, list(row)))
-                yield number, BadRow(f"no column {text_column!r}, only {list_names(names)}"), ()
-                continue
-            present, unused = names, tuple(name for name in names if name != text_column)
-        yield number, row[text_column], unused
-
-
-def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, tuple[str, ...]]]:
+def read_parquet(file: str, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read numbers, from 1, and rows of a table; of columns that are not in `columns` only the names."""
     with parquet.ParquetFile(file) as table:
-        names = table.schema_arrow.names
-        if text_column not in names:
-            raise UsageError(_no_column(file, text_column, names))
-        unused = tuple(name for name in names if name != text_column)
-        number = 0
-        for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
-            for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020
-                yield number, text, unused
+        others = {} if columns is None else dict.fromkeys(table.schema_arrow.names)
+        batches = table.iter_batches(batch_size=1000, columns=columns)
+        for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1):
+            yield number, others | row
 
 
-READERS: dict[str, Any] = {
-    ".txt": _blocks,
-    ".jsonl": partial(_pick, read_json_lines),
-    ".json": partial(_pick, read_json_lines),
-    ".csv": partial(_pick, read_delimited),
-    ".tsv": partial(_pick, partial(read_delimited, delimiter="\t")),
-    ".parquet": _parquet_rows,
+ROW_READERS: dict[str, Any] = {
+    ".jsonl": read_json_lines,
+    ".json": read_json_lines,
+    ".csv": read_delimited,
+    ".tsv": partial(read_delimited, delimiter="\t"),
+    ".parquet": read_parquet,
 }
+READERS = {".txt": _read_blocks} | ROW_READERS
 
 
 # ---------------------------------------------------------------------------------------------------------------------

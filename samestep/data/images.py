@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from transformers import BaseImageProcessor
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
+from samestep.data.arrow import hash_parts
 from samestep.data.documents import load_hub
 from samestep.data.row_report import Problem, RowReport
 from samestep.errors import RunError, UsageError, is_utf8
@@ -74,27 +75,35 @@ class ImageSample(NamedTuple):
         return 1
 
 
-class Store(Protocol):
+class Store:
     """A source of labelled images.
 
     Attributes:
         description: names the source in messages.
         classes: name of each label.
         labels: int64 [images].
+        columns, unused: names of columns that are read, and of others.
+        notes: lines on the source for people.
     """
 
     description: str
     classes: list[str]
     labels: np.ndarray
+    columns: Sequence[str] = ()
+    unused: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def open(self, row: int) -> Image.Image:
         """Open an image, which Pillow may not have decoded yet."""
+        raise NotImplementedError
 
     def name(self, row: int) -> str:
         """Return the name of an image, for messages."""
+        return f"row {row}"
 
     def digest(self, rows: np.ndarray) -> str:
         """Return 16 hex digits of a SHA-256 of the content of these rows, whatever folder holds them."""
+        raise NotImplementedError
 
 
 class Images:
@@ -219,21 +228,15 @@ class Images:
 def build(
     recipe: ImageClassification, num_workers: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[Images, Images | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
+    """Build the recipe's training and held-out samples, see `samestep.data`.
 
     Held-out samples come from validation_dir, or from the hub dataset's split `validation` or else `test`; else they are
-    validation_fraction of the images, drawn by the seed. Every process of a run must see the same files.
-
-    Args:
-        recipe: gives the data and the size of images.
-        num_workers: threads that decode every image once; None: one per core.
-        on_bad_row: "refuse", or "skip": leave out images that cannot be decoded, and say so in `skip_message`.
-
-    Raises:
-        UsageError: data that cannot be used, images that cannot be decoded with "refuse" among them.
+    validation_fraction of the images, drawn by the seed. Every process of a run must see the same files. All images are decoded
+    once; a line on those that are left out is in `skip_message`.
     """
     require("images", "training on images")
-    store, held_out_store = _open(recipe)
+    stores = _open(recipe)
+    store = stores[0]
     if len(store.classes) == 1:
         raise UsageError(
             f"{store.description} has a single class, {_abbreviate(store.classes)}: nothing can be learned; add another"
@@ -243,66 +246,63 @@ def build(
             f"num_labels is {recipe.num_labels}, but {store.description} has {len(store.classes)} classes "
             f"({_abbreviate(store.classes)}): set num_labels to {len(store.classes)}"
         )
-    stores = [store] if held_out_store is None else [store, held_out_store]
     found = [_inspect_all(source, num_workers) for source in stores]
-    bad_rows = [{row: fault for row, (fault, _) in results.items() if fault is not None} for results in found]
-    lines = [_describe_bad_rows(source, rows) if rows else None for source, rows in zip(stores, bad_rows, strict=True)]
+    lines = [_describe_bad_rows(*pair) for pair in zip(stores, found, strict=True)]
     if any(lines) and on_bad_row == "refuse":
         raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_row to skip")
-    notes = [Counter(note for _, names in results.values() for note in names) for results in found]
-    for source, counts in zip(stores, notes, strict=True):
-        if counts[SIXTEEN_BITS] and counts[SIXTEEN_BITS] == counts[DARK_BITS]:
-            raise UsageError(
-                f"{source.description}: all {counts[SIXTEEN_BITS]:,} images of 16 bits have values up to {DARK:,} at most, but "
-                "65,535 is white, so that they would be nearly black: multiply them by 16, or write them in 8 bits"
-            )
-    reports = [
-        RowReport(
-            source.description,
-            num_read=len(source.labels),
-            num_used=len(source.labels) - len(bad),
-            bad=[Problem(source.name(row), fault) for row, fault in bad.items()],
-            columns=getattr(source, "columns", ()),
-            unused=dict.fromkeys(getattr(source, "unused", ()), len(source.labels)),
-            notes=[
-                *getattr(source, "notes", ()),
-                *(f"images that {note}: {count:,}" for note, count in counts.items() if note),
-            ],
+    reports = [_report(*pair) for pair in zip(stores, found, strict=True) if not isinstance(pair[0], Digits)]
+    rows = [_find_good_rows(*pair) for pair in zip(stores, found, strict=True)]
+    if len(stores) == 1:
+        rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
+        stores, lines = stores * 2, [*lines, None]
+        reports = [report._replace(num_held_out=len(rows[1])) for report in reports]
+    train = Images(stores[0], rows[0], recipe, training=True, skip_message=lines[0])
+    train.row_reports = reports
+    if not len(rows[1]):
+        return train, None
+    return train, Images(stores[1], rows[1], recipe, training=False, skip_message=lines[1])
+
+
+def _report(store: Any, found: "Found") -> RowReport:
+    """Report on the images of a store. Raises UsageError where all of 16 bits are of 12, nearly black."""
+    notes = Counter(note for _, names in found.values() for note in names)
+    if notes[SIXTEEN_BITS] and notes[SIXTEEN_BITS] == notes[DARK_BITS]:
+        raise UsageError(
+            f"{store.description}: all {notes[SIXTEEN_BITS]:,} images of 16 bits have values up to {DARK:,} at most, but "
+            "65,535 is white, so that they would be nearly black: multiply them by 16, or write them in 8 bits"
         )
-        for source, bad, counts in zip(stores, bad_rows, notes, strict=True)
-        if not isinstance(source, Digits)
-    ]
-    good_rows = [
-        np.setdiff1d(np.arange(len(source.labels)), list(rows)) for source, rows in zip(stores, bad_rows, strict=True)
-    ]
-    for source, rows in zip(stores, good_rows, strict=True):
-        empty_labels = set(source.labels.tolist()) - set(source.labels[rows].tolist())
-        if empty_labels:
-            names = _abbreviate([source.classes[label] for label in sorted(empty_labels)])
-            raise UsageError(
-                f"{source.description}: no image of {names} can be decoded: mend some, or remove the class"
-            )
-    if held_out_store is not None:
-        held_out = Images(held_out_store, good_rows[1], recipe, training=False, skip_message=lines[1])
-        train = Images(store, good_rows[0], recipe, training=True, skip_message=lines[0])
-        train.row_reports = reports
-        return train, held_out
-    rows, held_out_rows = _split(good_rows[0], recipe.validation_fraction, recipe.seed)
-    held_out = Images(store, held_out_rows, recipe, training=False) if len(held_out_rows) else None
-    train = Images(store, rows, recipe, training=True, skip_message=lines[0])
-    train.row_reports = [report._replace(num_held_out=len(held_out_rows)) for report in reports]
-    return train, held_out
+    bad = [Problem(store.name(row), fault) for row, (fault, _) in found.items() if fault is not None]
+    lines = [f"images that {note}: {count:,}" for note, count in notes.items() if note]
+    return RowReport(
+        store.description,
+        num_read=len(store.labels),
+        num_used=len(store.labels) - len(bad),
+        bad=bad,
+        columns=store.columns,
+        unused=dict.fromkeys(store.unused, len(store.labels)),
+        notes=[*store.notes, *lines],
+    )
 
 
-def _open(recipe: ImageClassification) -> tuple[Store, Store | None]:
-    """Open the images to train on, and the held-out ones; None: they are not separate."""
+def _find_good_rows(store: "Store", found: "Found") -> np.ndarray:
+    """Find the rows of the images that can be decoded. Raises UsageError where a class has none."""
+    bad = [row for row, (fault, _) in found.items() if fault is not None]
+    rows = np.setdiff1d(np.arange(len(store.labels)), bad)
+    if empty_labels := set(store.labels.tolist()) - set(store.labels[rows].tolist()):
+        names = _abbreviate([store.classes[label] for label in sorted(empty_labels)])
+        raise UsageError(f"{store.description}: no image of {names} can be decoded: mend some, or remove the class")
+    return rows
+
+
+def _open(recipe: ImageClassification) -> list[Store]:
+    """Open the images to train on, and the held-out ones if they are separate."""
     if recipe.train_dir is not None:
         store = Files(recipe.train_dir, "train_dir")
         if recipe.validation_dir is None:
-            return store, None
-        return store, Files(recipe.validation_dir, "validation_dir", store.classes)
+            return [store]
+        return [store, Files(recipe.validation_dir, "validation_dir", store.classes)]
     if recipe.dataset_name == DIGITS:
-        return Digits(), None
+        return [Digits()]
     if recipe.dataset_name.startswith("builtin/"):
         raise UsageError(f"dataset_name {recipe.dataset_name!r} does not exist: the only one built in is {DIGITS}")
     return _hub(recipe.dataset_name, recipe.dataset_config_name)
@@ -353,9 +353,8 @@ def _scale_levels(levels: np.ndarray, image: Image.Image) -> np.ndarray:
     Raises:
         ValueError: levels outside of it.
     """
-    if image.mode.startswith("I;16") or (
-        image.mode == "I" and image.format in ("PNG", "PPM")
-    ):  # PPM: scaled to 16 bits
+    is_scaled = image.mode == "I" and image.format in ("PNG", "PPM")  # PPM: to 16 bits
+    if image.mode.startswith("I;16") or is_scaled:
         return (levels >> 8).astype(np.uint8)
     white = 1 if image.mode == "F" else 255
     low, high = float(levels.min()), float(levels.max())
@@ -426,11 +425,9 @@ def make_processor(recipe: ImageClassification) -> BaseImageProcessor:
 
     It treats images as held-out ones are treated here, if the recipe's images are squares; else it makes them squares.
     """
-    from transformers.models.convnext.image_processing_pil_convnext import (
-        ConvNextImageProcessorPil,
-    )  # here: needs Pillow
+    from transformers.models.convnext import image_processing_pil_convnext  # here: needs Pillow
 
-    return ConvNextImageProcessorPil(
+    return image_processing_pil_convnext.ConvNextImageProcessorPil(
         size={"shortest_edge": recipe.image_height},
         crop_pct=CENTRE if recipe.augmentation == "imagenet" else 1.0,
         resample=Image.Resampling.BILINEAR,
@@ -443,7 +440,7 @@ def make_processor(recipe: ImageClassification) -> BaseImageProcessor:
 # Stores
 
 
-class Digits:
+class Digits(Store):
     """1,797 handwritten digits of scikit-learn, 8 x 8; grey levels 0 to 16 become 0 to 255."""
 
     description = DIGITS
@@ -459,14 +456,11 @@ class Digits:
     def open(self, row: int) -> Image.Image:
         return Image.fromarray(self.images[row])
 
-    def name(self, row: int) -> str:
-        return f"image {row}"
-
     def digest(self, rows: np.ndarray) -> str:
-        return _hash(self.images[rows].tobytes(), self.labels[rows].tobytes())
+        return hash_parts(self.images[rows].tobytes(), self.labels[rows].tobytes())
 
 
-class Files:
+class Files(Store):
     """A folder of classes: CLASS/NAME.png, or another suffix that Pillow reads. Classes and names are sorted.
 
     Files that are no images by their suffixes, and hidden ones, are not read; `notes` say how many there are.
@@ -571,7 +565,7 @@ class Files:
 
     def digest(self, rows: np.ndarray) -> str:
         lines = (f"{self.names[row]}\0{self.sizes[row]}\0{self.labels[row]}" for row in rows.tolist())
-        return _hash("\n".join(lines).encode(errors="surrogateescape"))
+        return hash_parts("\n".join(lines).encode(errors="surrogateescape"))
 
     @property
     def place(self) -> str:
@@ -583,7 +577,7 @@ class Files:
         return [f"{size} {time}" for size, time in zip(self.sizes, self.times, strict=True)]
 
 
-class Rows:
+class Rows(Store):
     """A split of a dataset on the hub: the column that holds images and the one that holds classes.
 
     Raises:
@@ -628,13 +622,10 @@ class Rows:
     def open(self, row: int) -> Image.Image:
         return Image.open(io.BytesIO(self._bytes(row)), formats=_find_formats())
 
-    def name(self, row: int) -> str:
-        return f"row {row}"
-
     def digest(self, rows: np.ndarray) -> str:
         """Return 16 hex digits of a SHA-256 of all labels and of about 1,000 images."""
         selected_rows = rows[:: max(1, len(rows) // 1000)].tolist()
-        return _hash(
+        return hash_parts(
             rows.tobytes(),
             self.labels[rows].tobytes(),
             *(hashlib.sha256(self._bytes(row)).digest() for row in selected_rows),
@@ -644,16 +635,15 @@ class Rows:
         return [rows_fingerprint(self.images)] * len(self.labels)
 
 
-def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
-    """Load the split `train`, and `validation` or else `test` (None: neither exists)."""
+def _hub(name: str, config: str | None) -> list[Store]:
+    """Load the split `train`, and `validation` or else `test`, if there is one."""
     splits = load_hub(name, config, None, None, alternative="train_dir")
     if "train" not in splits:
         raise UsageError(
             f"dataset_name {name!r} has no split train, only {_abbreviate(list(splits))}: give another dataset"
         )
-    train = Rows(splits["train"], name, "train")
-    held_out = next((split for split in ("validation", "test") if split in splits), None)
-    return train, None if held_out is None else Rows(splits[held_out], name, held_out)
+    held_out = [split for split in ("validation", "test") if split in splits][:1]
+    return [Rows(splits[split], name, split) for split in ("train", *held_out)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -665,7 +655,11 @@ FRAMES, TURNED = "have several frames: the first is taken", "are turned upright,
 CLEAR = "have transparency, which is dropped"
 
 
-def _inspect_all(store: Any, num_workers: int | None) -> dict[int, tuple[str | None, list[str]]]:
+Found = dict[int, tuple[str | None, list[str]]]
+"""Row of an image -> why it cannot be decoded (None: it can), and what is to be said of it."""
+
+
+def _inspect_all(store: Any, num_workers: int | None) -> Found:
     """Find out of each image why it cannot be decoded (None: it can), and what is to be said of it.
 
     Images that were verified before and have not changed are not read again.
@@ -734,26 +728,21 @@ def _list_notes(image: Image.Image) -> list[str]:
 
 def _find_cache_file(store: Any) -> Path:
     """Return the path of the file that keeps results of verified images, by this version of Pillow."""
-    return Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{_hash(store.place, PIL.__version__)}.json"
+    return (
+        Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{hash_parts(store.place, PIL.__version__)}.json"
+    )
 
 
 def _load_results(file: Path) -> dict[str, list]:
     """Load results of verified images: name -> [mark, reason or None, notes]."""
     try:
-        results = json.loads(read_text(file, str(file), MAX_RESULTS))
-    except (ValueError, RecursionError):  # none, or damaged: the images are verified again
+        results = json.loads(read_text(file, str(file), MAX_RESULTS)).items()
+        return {
+            name: [str(mark), None if fault is None else str(fault), [*map(str, notes)]]
+            for name, (mark, fault, notes) in results
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError):  # none, or damaged: the images are verified again
         return {}
-    if not isinstance(results, dict):
-        return {}
-    return {name: result for name, result in results.items() if _is_result(result)}
-
-
-def _is_result(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    mark, fault, notes = value
-    is_list = isinstance(notes, list) and all(isinstance(note, str) for note in notes)
-    return isinstance(mark, str) and (fault is None or isinstance(fault, str)) and is_list
 
 
 def _save_results(file: Path, results: dict[str, list]) -> None:
@@ -772,10 +761,12 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _describe_bad_rows(store: Store, bad: dict[int, str]) -> str:
-    """Say how many images cannot be decoded, and which."""
-    names = _abbreviate([f"{store.name(row)} ({reason})" for row, reason in bad.items()])
-    return f"{store.description}: {len(bad)} of {len(store.labels):,} images cannot be decoded: {names}"
+def _describe_bad_rows(store: Store, found: Found) -> str | None:
+    """Say how many images cannot be decoded, and which; None: all can."""
+    names = [f"{store.name(row)} ({fault})" for row, (fault, _) in found.items() if fault is not None]
+    if not names:
+        return None
+    return f"{store.description}: {len(names)} of {len(store.labels):,} images cannot be decoded: {_abbreviate(names)}"
 
 
 def _suffix(name: str) -> str:
@@ -786,7 +777,3 @@ def _abbreviate(names: Sequence[str]) -> str:
     """List the first names, and how many more there are."""
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

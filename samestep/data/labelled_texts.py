@@ -8,12 +8,11 @@ own lengths, and lie end to end in a micro-batch: nothing is padded.
 import csv
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +21,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_report
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import hash_modules, hash_parts, map_once
 from samestep.data.ragged import make_micro_batch
-from samestep.data.row_report import BadRow
-from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
-from samestep.errors import UsageError, nearest, reason
+from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
+from samestep.errors import UsageError, nearest
 from samestep.recipe.extras import optional
 from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step.losses import IGNORED
 
-datasets, pa, parquet = optional("datasets"), optional("pyarrow"), optional("pyarrow.parquet")
+datasets = optional("datasets")
 if TYPE_CHECKING:
     from datasets import ClassLabel, Dataset, Features, List, Value
 else:
@@ -113,7 +110,7 @@ class Columns:
         return text, pair, label if label in present else None
 
 
-def load_texts(
+def load_rows(
     *,
     train_file: Sequence[str] | None,
     dataset_name: str | None = None,
@@ -122,8 +119,7 @@ def load_texts(
     columns: Columns = Columns(),
     needs_label: bool = True,
     num_proc: int | None = None,
-    on_bad_row: str = "refuse",
-) -> Dataset:
+) -> row_report.Table:
     """Load labelled texts from exactly one of `train_file` and `dataset_name`.
 
     Args:
@@ -135,42 +131,24 @@ def load_texts(
         columns: their names.
         needs_label: False: a file of texts to predict may lack labels.
         num_proc: processes that read files.
-        on_bad_row: `refuse`, or `skip` rows that cannot be used.
 
     Returns:
-        A memory-mapped dataset with string columns `text`, `pair`, `label`, at least one row; without pairs or labels, these
-        columns hold None.
+        A memory-mapped dataset with string columns `text`, `pair`, `label` (without pairs or labels, these hold None), and what
+        is known of rows that cannot be used.
 
     Raises:
-        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there; rows
-            without text or label, all of which one message names.
+        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
     """
-    source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "split": split}
-    source |= {"dataset_config_name": dataset_config_name, "columns": columns}
-    return row_report.take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
-
-
-def _load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    columns: Columns = Columns(),
-    needs_label: bool = True,
-    num_proc: int | None = None,
-) -> row_report.Table:
-    """Load rows as `load_texts` does, and what is known of those that cannot be used."""
     if dataset_name == BUILTIN:
-        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, hash_modules(__name__)))
         return row_report.Table(rows, row_report.Notes())
     if train_file:
-        files, keys = documents.find_files(train_file, READERS)
+        files, keys = documents.find_files(train_file, documents.ROW_READERS)
         options = {"columns": columns, "needs_label": needs_label}
         rows = documents.cache_rows(
             _read,
             FEATURES,
-            key=(keys, options, _source()),
+            key=(keys, options, hash_modules(__name__)),
             num_proc=min(num_proc or 1, len(files)),
             files=files,
             **options,
@@ -205,7 +183,7 @@ def _load_rows(
     return row_report.Table(row_report.select_good(rows).select_columns(list(PARTS_OF_ROW)), notes)
 
 
-def _make_row(values: tuple[Any, Any, Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
+def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
     """Make a row of `FEATURES` of the values of text, pair and label. Raises UsageError where they cannot be used.
 
     Args:
@@ -267,11 +245,11 @@ class Text:
         return len(self.tokens)
 
 
-class LabelledTexts:
+class LabelledTexts(TokenizedTexts):
     """The samples of a dataset of labelled texts.
 
     Args:
-        rows: columns `text`, `pair`, `label`, as `load_texts` returns them.
+        rows: columns `text`, `pair`, `label`, as `load_rows` returns them.
         tokenizer: with [CLS], [SEP] and [PAD].
         max_seq_length: tokens per sample at most; longer ones are cut at their end, of a pair the longer text.
         classes: names of the classes, in the order of their numbers; None: labels are numbers.
@@ -292,24 +270,14 @@ class LabelledTexts:
         num_proc: int | None = None,
         description: str = "texts",
     ):
-        self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
-        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
+        self.rows, self.classes = rows, classes
         self.labels = _numbers(_labels(rows), classes, description)
-        self.row_reports: list[row_report.RowReport] = []
-        table = rows.map(
-            _tokenize,
-            batched=True,
-            remove_columns=rows.column_names,
-            features=Features({"tokens": List(Value("int32")), "first": Value("int32"), "is_cut": Value("bool")}),
-            fn_kwargs={"tokenizer": tokenizer, "max_seq_length": max_seq_length},
-            num_proc=num_proc,
-            desc=f"Tokenizing {description}",
-            new_fingerprint=_hash(rows_fingerprint(rows), fingerprint(tokenizer), max_seq_length, _source()),
-        )
-        self.tokens = ListColumn(table, "tokens")
+        features = Features({"tokens": List(Value("int32")), "first": Value("int32"), "is_cut": Value("bool")})
+        key = fingerprint(tokenizer), max_seq_length, hash_modules(__name__)
+        arguments = {"tokenizer": tokenizer, "max_seq_length": max_seq_length}
+        table = map_once(rows, _tokenize, key, description, num_proc, fn_kwargs=arguments, features=features)
         texts = rows.select_columns([name for name in PARTS_OF_ROW[:2] if name in rows.column_names])
-        unknown = describe_unknown(self.tokens, texts, tokenizer, description)
-        self.notes = [unknown] if unknown else []
+        super().__init__(table, texts, tokenizer, max_seq_length, description)
         self.first = table.data.column("first").to_numpy().astype(np.int64)
         self.num_cut = int(np.sum(table.data.column("is_cut").to_numpy()))
 
@@ -322,11 +290,6 @@ class LabelledTexts:
         cut = f", {self.num_cut:,} cut off after {self.max_length}" if self.num_cut else ""
         return f"{len(self):,} texts of {kind} ({self.num_tokens:,} tokens{cut})"
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, with [CLS] and [SEP]."""
-        return self.tokens.num_values
-
     def write(self, path: Path, logits: np.ndarray) -> None:
         """Write a csv file of predictions in the order of the texts.
 
@@ -337,22 +300,24 @@ class LabelledTexts:
             path: where the file goes.
             logits: floating [samples, classes]; [samples, 1] when labels are numbers.
         """
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            is_pair = self.rows[0]["pair"] is not None
-            texts = ["text", "pair"] if is_pair else ["text"]
-            if self.classes is None:
-                writer.writerow(["prediction", *texts])
-                for value, row in zip(logits[:, 0], self.rows, strict=True):
-                    writer.writerow([f"{value:.6g}", *(row[name] for name in texts)])
-                return
+        names = ["text", "pair"] if self.rows[0]["pair"] is not None else ["text"]
+        columns: dict[str, Iterable[Any]] = {name: self.rows[name] for name in names}
+        if self.classes is None:
+            columns = {"prediction": (f"{value:.6g}" for value in logits[:, 0])} | columns
+        else:
             probabilities = np.exp(logits - logits.max(-1, keepdims=True))
             probabilities /= probabilities.sum(-1, keepdims=True)
-            writer.writerow(["prediction", "probability", *texts, *(f"probability_{name}" for name in self.classes)])
-            for values, row in zip(probabilities, self.rows, strict=True):
-                numbers = [f"{value:.6g}" for value in values]
-                place = values.argmax()
-                writer.writerow([self.classes[place], numbers[place], *(row[name] for name in texts), *numbers])
+            chosen = {
+                "prediction": (self.classes[place] for place in probabilities.argmax(-1)),
+                "probability": (f"{value:.6g}" for value in probabilities.max(-1)),
+            }
+            columns = chosen | columns
+            for name, values in zip(self.classes, probabilities.T, strict=True):
+                columns[f"probability_{name}"] = (f"{value:.6g}" for value in values)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
 
     def describe_labels(self, metrics: Sequence[str]) -> list[str]:
         """Say what the labels are taken for, and which of the metrics do not fit them, in lines."""
@@ -380,8 +345,8 @@ class LabelledTexts:
         labels = self.labels.tobytes() if self.classes is None else repr([self.classes, self.labels.tolist()])
         return {
             "tokenizer": fingerprint(self.tokenizer),
-            "texts": _hash(self.tokens.digest(), self.first.tobytes()),
-            "labels": _hash(labels),
+            "texts": hash_parts(self.tokens.digest(), self.first.tobytes()),
+            "labels": hash_parts(labels),
         }
 
     def draw(self, epoch: int, sample_id: int) -> Text:
@@ -418,12 +383,7 @@ class LabelledTexts:
 def build(
     recipe: TextClassification, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[LabelledTexts, LabelledTexts | None]:
-    """Build the recipe's training and held-out texts; None when nothing is held out.
-
-    Args:
-        recipe: gives the data, the tokenizer and the length.
-        num_proc: processes that read and tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
+    """Build the recipe's training and held-out texts, see `samestep.data`.
 
     Raises:
         UsageError: data or tokenizer that cannot be used, a single class, another number of classes than num_labels.
@@ -431,11 +391,11 @@ def build(
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
     source: dict[str, Any] = {"columns": columns, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    tables = [_load_rows(train_file=recipe.train_file, **hub, **source)]
+    tables = [load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        tables.append(_load_rows(train_file=recipe.validation_file, **source))
+        tables.append(load_rows(train_file=recipe.validation_file, **source))
     elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
-        tables.append(_load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
+        tables.append(load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
     rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
     if others:
@@ -443,43 +403,28 @@ def build(
     else:
         rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
     classes = find_classes(_labels(rows), recipe.num_labels)
-    name = recipe.tokenizer_name or recipe.model_name_or_path
-    if name is None:
+
+    def train_tokenizer() -> PreTrainedTokenizerBase:
         texts = rows.select_columns("text")
         pairs = rows.filter(lambda pair: pair is not None, input_columns="pair").select_columns("pair")
         all_texts = datasets.concatenate_datasets([texts, pairs.rename_column("pair", "text")]) if len(pairs) else texts
-        tokenizer = train_wordpiece(all_texts, recipe.vocab_size, recipe.do_lower_case)
-    else:
-        tokenizer = load_tokenizer(
-            name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=recipe.model_name_or_path is not None
-        )
+        return train_wordpiece(all_texts, recipe.vocab_size, recipe.do_lower_case)
+
+    tokenizer = choose_tokenizer(recipe, train_tokenizer, REQUIRED_TOKENS, "BERT")
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
-    parts = [train, rest] if rest is not None else [train]
     names = ["train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"]
-    names += (
-        ["validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"] if others else []
-    )
-    num_cut = [part.num_cut for part in parts] if others else [sum(part.num_cut for part in parts)]
-    for table, name, cut, files in zip(
-        tables, names, num_cut, (recipe.train_file, recipe.validation_file), strict=False
-    ):
-        report = row_report.RowReport(
-            name,
-            num_read=table.num_read,
-            num_used=len(table.rows),
-            num_cut=cut,
-            num_held_out=0 if others else num_rows - len(rows),
-            bad=table.notes.problems,
-            columns=table.notes.columns,
-            unused=table.notes.unused,
-            notes=[
-                *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
-                *(documents.describe_sources(files, READERS) if files else []),
-            ],
-        )
-        train.row_reports.append(report)
+    names.append("validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}")
+    num_cut = [part.num_cut for part in (train, rest) if part is not None]
+    if not others:
+        num_cut = [sum(num_cut)]
+    files = recipe.train_file, recipe.validation_file
+    for table, name, cut, patterns in zip(tables, names, num_cut, files, strict=False):
+        notes = train.describe_labels(recipe.metrics) if table is tables[0] else []
+        notes += documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
+        num_held_out = num_rows - len(rows)  # none of separate ones
+        train.row_reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 
@@ -491,7 +436,7 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
         UsageError: files that cannot be read.
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, None)
-    rows = load_texts(train_file=files, columns=columns, needs_label=False)
+    (rows,) = row_report.take_good([load_rows(train_file=files, columns=columns, needs_label=False)])
     rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(rows.features)
     settings: dict[str, Any] = {"max_seq_length": train.max_length, "classes": train.classes}
     return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
@@ -613,15 +558,6 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_se
     }
 
 
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _source() -> str:
-    """Hash this file, so that cached rows are made anew when it changes."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 
@@ -632,70 +568,17 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
     Raises:
         UsageError: a fault that is not one row's.
     """
+
+    def find(place: str, present: list[str], _: bool) -> tuple[str | None, ...]:
+        return columns.find(place, present, needs_label)
+
+    def make(values: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
+        return _make_row([None if name is None else values[name] for name in names], names, needs_label)
+
     for file in files:
-        names: Any = None
         notes = row_report.Notes()
-        shapes = row_report.Shapes()  # names of the columns of a row
-        for _, number, values in read_rows([file]):
-            place = f"{file}:{number}"
-            try:
-                if isinstance(values, BadRow):
-                    raise UsageError(values)
-                if names is None or not all(name in values for name in names if name is not None):
-                    names = columns.find(place, list(values), needs_label)
-                shapes.count(tuple(values))
-                row = _make_row(tuple(None if name is None else values[name] for name in names), names, needs_label)
-            except UsageError as error:
-                if names is None and not isinstance(values, BadRow):
-                    raise
-                notes.problems.append(row_report.Problem(place, row_report.strip_place(error, place)))
-            else:
-                yield row
-        if names is not None:
-            notes.columns = [name for name in names if name is not None]
-            for shape, count in shapes.read():
-                notes.unused.update({name: count for name in shape if name not in names})
+        yield from row_report.read_noted(file, documents.read_rows(file), find, make, notes)
         yield from notes.write(FEATURES)
-
-
-def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
-    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time; a fault is a `BadRow`.
-
-    Raises:
-        UsageError: a file that cannot be read, or that holds no row; it names the file.
-    """
-    for file in files:
-        number = 0
-        try:
-            read: Any = READERS[Path(file).suffix.lower()]
-            for number, values in read(file):
-                yield file, number, values
-        except UsageError:
-            raise
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
-            raise UsageError(
-                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out"
-            ) from error
-        if not number:
-            raise UsageError(f"data file {file} holds no row: leave it out")
-
-
-def _parquet_rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with parquet.ParquetFile(file) as table:
-        number = 0
-        for batch in table.iter_batches(batch_size=1000):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-
-
-READERS = {
-    ".csv": documents.read_delimited,
-    ".tsv": functools.partial(documents.read_delimited, delimiter="\t"),
-    ".jsonl": documents.read_json_lines,
-    ".json": documents.read_json_lines,
-    ".parquet": _parquet_rows,
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from samestep.data.documents import list_names, shorten
 from samestep.data.row_report import write_unused
@@ -19,20 +19,10 @@ from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.recipe.tasks.causal_lm_finetuning import COLUMNS, UNUSED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_NAMES = {role: role for role in ROLES} | {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-}
+ROLE_NAMES = {role: role for role in ROLES} | {"human": "user"}
+ROLE_NAMES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
+ROLE_NAMES |= dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool")
+ROLE_NAMES |= dict.fromkeys(("function_call", "tool_call"), "function_call")
 """Name of a role in files, ShareGPT's among them -> its name here; `function_call`: a call of a tool, in JSON."""
 TURNS, PAIR = COLUMNS["turns"], COLUMNS["pair"]
 QUESTIONS, CONTEXTS = COLUMNS["question"], COLUMNS["context"]
@@ -84,15 +74,15 @@ class _Plan(NamedTuple):
 
     form: str
     question: str | None
-    answers: tuple[str, ...]
-    contexts: tuple[str, ...]
+    answers: Sequence[str]
+    contexts: Sequence[str]
     system: str | None
     history: str | None
     tools: str | None
-    labels: tuple[str, ...]
-    weights: tuple[str, ...]
-    others: tuple[str, ...]
-    unused: tuple[str, ...]
+    labels: Sequence[str]
+    weights: Sequence[str]
+    others: Sequence[str]
+    unused: Sequence[str]
     is_plain: bool
     columns: str
 
@@ -102,348 +92,37 @@ class _Plan(NamedTuple):
         return (*([] if self.question is None else [self.question]), *self.answers)
 
 
-class RowReader:
-    """Brings rows to one form; the first row that can be read decides which form the others must have.
+class TurnReader:
+    """Reads texts and turns in the forms that people have, and notes the fields of turns.
 
     Args:
-        wants_pairs: read pairs, which no other form can give.
-        train_on: see `Conversations`.
-        columns: name in files -> name of `COLUMNS`, or `UNUSED`: it is left out.
+        left_out: names of fields that say nothing.
+
+    Attributes:
+        fields: of the row's turns, beside role and content, as `COLUMN[].FIELD`.
+        has_untrained: whether a turn of the row is not to be trained.
     """
 
-    def __init__(self, wants_pairs: bool, train_on: str, columns: Mapping[str, str]):
-        self.wants_pairs, self.train_on, self.names = wants_pairs, train_on, dict(columns)
-        self.left_out = {name for name, target in columns.items() if target == UNUSED}
-        self.plans: dict[tuple[str, ...], _Plan | UsageError] = {}
-        self.first: _Plan | None = None
-        self.has_turns: bool | None = None
-        self.fields: set[str] = set()  # of the row's turns, beside role and content, as `COLUMN[].FIELD`
-        self.has_untrained = False  # whether a turn of the row is not to be trained
+    def __init__(self, left_out: set[str]):
+        self.left_out = left_out
+        self.fields: set[str] = set()
+        self.has_untrained = False
 
-    def read(self, place: str, values: Mapping[str, Any]) -> dict[str, str | None]:
-        """Return a row of `conversation_rows.FEATURES`, but for its source; what is wrong with it is in `problem`."""
-        try:
-            return self._read(values) | {"place": place, "problem": None}
-        except UsageError as error:
-            return {"columns": "", "row": "", "place": place, "problem": str(error), "unused": ""}
-
-    def _read(self, values: Mapping[str, Any]) -> dict[str, str | None]:
-        if self.names:
-            values = self._rename(values)
-        names = tuple(values)
-        plan = self.plans.get(names)
-        if plan is None:
-            try:
-                plan = self._recognise(names)
-            except UsageError as error:
-                plan = error
-            if len(self.plans) < 10_000:  # rows may each have columns of their own
-                self.plans[names] = plan
-        if isinstance(plan, UsageError):
-            raise plan
-        for name in plan.required:
-            if values[name] is None:
-                raise UsageError(f"{name} holds no value (null): fill it in, or leave out the row")
-        first = self.first
-        if first is not None and plan is not first and (plan.form, plan.required) != (first.form, first.required):
-            raise UsageError(
-                f"its columns are {list_names(names)}, but the first row is read by {first.columns}: give all rows the same "
-                "columns"
-            )
+    def begin_row(self) -> None:
+        """Forget the fields of the row before."""
         self.fields, self.has_untrained = set(), False
-        prompt, answers = getattr(self, f"_read_{plan.form}")(plan, values)
-        tools = None if plan.tools is None else _read_tools(plan.tools, values[plan.tools])
-        has_turns = isinstance(prompt, list)
-        if self.has_turns is not None and has_turns != self.has_turns:
-            kinds = ("turns", "texts") if has_turns else ("texts", "turns")
-            raise UsageError(f"it holds {kinds[0]}, but the first row {kinds[1]}: give all rows the same columns")
-        unused = [name for name in plan.unused if values[name] is not None]
-        if plan.labels or plan.weights or plan.others:
-            unused += _check_others(plan, values, prompt, answers)
-        row: dict[str, Any] = {"prompt": prompt, "answers": answers, "tools": tools or None}
-        if plan.form == "messages" or (plan.history is not None and not self.wants_pairs):
-            row["trains_prompt"] = True
-        if self.has_untrained:
-            row["untrained"] = self._find_untrained(prompt, answers)
-        try:
-            text = json.dumps(row)
-        except TypeError as error:
-            raise UsageError(f"it holds a value that JSON has not: {reason(error)}") from None
-        self.first, self.has_turns = first or plan, has_turns
-        unused += sorted(self.fields)
-        return {"columns": plan.columns, "row": text, "unused": _write_unused(tuple(unused))}
 
-    def _rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Give columns the names to which `columns` maps them; those that are left out keep theirs."""
-        renamed: dict[str, Any] = {}
-        for name, value in values.items():
-            target = self.names.get(name, name)
-            new = name if target == UNUSED else target
-            if new in renamed:
-                raise UsageError(
-                    f"columns maps two columns to {new}, or one beside a column {new}: map the other one to {UNUSED}"
-                )
-            renamed[new] = value
-        return renamed
-
-    def _recognise(self, present: Sequence[str]) -> _Plan:
-        """Find how rows with these columns are read."""
-        own: dict[str, str] = {}  # name in lower case -> name
-        for name in present:
-            if name not in self.left_out:
-                own.setdefault(name.strip().lower(), name)
-
-        def find(names: Iterable[str]) -> list[str]:
-            return [own[name] for name in names if name in own]
-
-        turns, questions, contexts, answers = (
-            find(COLUMNS[kind]) for kind in ("turns", "question", "context", "answer")
-        )
-        pair, text = find(PAIR), find(COLUMNS["text"])
-        form = ""
-        question: str | None = None
-        read: list[str] = []  # of the answers
-        if self.wants_pairs:
-            if len(pair) == 2:
-                form, read, question = "pair", pair, next(iter([*questions, *turns, *contexts]), None)
-        elif turns:
-            form, question = "messages", turns[0]
-        elif (questions or contexts) and answers:
-            form = "answer"
-            usual = [names for names in USUAL if set(names) <= set(own)]
-            both = [own[name] for name in usual[0]] if usual else [[*questions, *contexts][0], answers[0]]
-            question, read = both[0], both[1:]
-        elif text:
-            form, read = "text", text[:1]
-        if not form:
-            self._refuse_columns(present, pair)
-        system, history, tools = (next(iter(find(COLUMNS[kind])), None) for kind in ("system", "history", "tools"))
-        contexts = [name for name in contexts if name != question]
-        if form in ("messages", "text"):
-            contexts, history = [], None
-        if form == "text":
-            system = tools = None
-        is_read = {question, *read, *contexts, system, history, tools}
-        changing = [*TURNS, *QUESTIONS, *CONTEXTS, *COLUMNS["system"], *COLUMNS["history"], *COLUMNS["tools"], *MEDIA]
-        changing += [*PAIR, "functions"]
-        others = [name for name in find(changing) if name not in is_read]
-        others += [
-            name for name in present if name not in {*is_read, *others, *self.left_out} and CHANGING.search(name)
-        ]
-        if form == "messages" and any(name in others for name in questions):
-            others += [name for name in answers if name not in is_read]
-        labels = find(COLUMNS["label"]) if form in ("messages", "answer") else []
-        weights = find(WEIGHTS)
-        unused = [name for name in present if name not in {*is_read, *others, *labels, *weights}]
-        is_plain = form == "text" or (
-            form != "messages"
-            and not (contexts or system or history or tools)
-            and str(question or "prompt").lower() == "prompt"
-            and read[0].lower() in ("completion", *PAIR)
-        )
-        sources = {target: name for name, target in self.names.items()}
-        columns = [
-            f"{name}={sources[name]}" if name in sources and sources[name] != name else name
-            for name in (question, *read, *contexts, system, history, tools, *labels, *weights)
-            if name is not None
-        ]
-        return _Plan(
-            form,
-            question,
-            tuple(read),
-            tuple(contexts),
-            system,
-            history,
-            tools,
-            tuple(labels),
-            tuple(weights),
-            tuple(others),
-            tuple(unused),
-            is_plain,
-            ", ".join(columns),
-        )
-
-    def _refuse_columns(self, present: Sequence[str], pair: Sequence[str]) -> None:
-        if missing := [name for name, target in self.names.items() if target not in (*present, UNUSED)]:
-            sources = {target: name for name, target in self.names.items()}
-            names = [sources.get(name, name) for name in present]
-            raise UsageError(
-                f"columns names {shorten(missing[0])}, but its columns are {list_names(names)}: {nearest(missing[0], names)}"
-            )
-        rule = "messages (or conversations), or prompt, completion, or instruction, output, or text"
-        if self.wants_pairs:
-            rule = "chosen, rejected"
-        is_pair = not self.wants_pairs and len(pair) == 2
-        hint = "; chosen and rejected need objective dpo, orpo, simpo or reward" if is_pair else ""
-        targets = PAIR if self.wants_pairs else [name for names in COLUMNS.values() for name in names]
-        near = [(close[0], name) for name in present if (close := get_close_matches(name.lower(), targets, 1, 0.7))]
-        target, name = next((pair for pair in near if pair[0] != pair[1].lower()), (targets[0], "NAME"))
-        raise UsageError(
-            f"its columns are {list_names(present)}, must be {rule}{hint}: name those that are called otherwise, --columns "
-            f"{target}={shorten(name)}"
-        )
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # forms
-
-    def _read_messages(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[list, list]:
-        name = str(plan.question)
-        turns = self._read_turns(name, values[name], may_be_text=False)
-        turns = self._read_before(plan, values, turns) + turns
-        if turns[-1]["role"] != "assistant":
-            if self.train_on != "all":
-                raise UsageError(
-                    f"the last turn is of the role {turns[-1]['role']}, must be of the assistant: leave it out, or set "
-                    "train_on to all"
-                )
-            return turns, [[]]
-        return turns[:-1], [turns[-1:]]
-
-    def _read_answer(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[Any, list]:
-        question = self._read_value(str(plan.question), values[str(plan.question)])
-        answer = self._read_value(plan.answers[0], values[plan.answers[0]])
-        if isinstance(question, str) and isinstance(answer, str) and plan.is_plain and not self.has_turns:
-            return question, [answer]
-        turns = self._make_question(plan, values, question)
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        _check_answer(plan.answers[0], answer)
-        return turns, [answer]
-
-    def _read_text(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[str, list]:
-        if self.train_on != "all":
-            raise UsageError(
-                f"text has no turns, but train_on is {self.train_on}: set train_on to all, or give messages"
-            )
-        return "", [_check_text(plan.answers[0], values[plan.answers[0]])]
-
-    def _read_pair(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[Any, list]:
-        answers = [self._read_value(name, values[name]) for name in plan.answers]
-        question = None if plan.question is None else self._read_value(plan.question, values[plan.question])
-        is_text = all(isinstance(value, str) for value in answers)
-        if is_text and (question is None or isinstance(question, str)) and plan.is_plain and not self.has_turns:
-            prompt: Any = question
-            if question is None and answers[0].split(None, 1)[0] != answers[1].split(None, 1)[0]:
-                raise UsageError(
-                    "chosen and rejected share no beginning, so that their question is missing: give prompt, or say which "
-                    "column it is, --columns prompt=NAME"
-                )
-        else:
-            if is_text and question is None:
-                raise UsageError(
-                    "chosen and rejected are texts without a prompt, so that nothing can come before them: give prompt"
-                )
-            answers = [
-                [{"role": "assistant", "content": value}] if isinstance(value, str) else value for value in answers
-            ]
-            prompt, answers = self._split_prompt(plan, values, question, answers)
-        if answers[0] == answers[1]:
-            raise UsageError("chosen and rejected are equal: leave out the row")
-        return prompt, answers
-
-    def _split_prompt(
-        self, plan: _Plan, values: Mapping[str, Any], question: Any, answers: list[list]
-    ) -> tuple[list, list[list]]:
-        """Find the turns before the answers: those of the question, or those with which both lists begin."""
-        if isinstance(question, list) and any(question == answer for answer in answers):
-            question = None  # one of the answers, repeated
-        if isinstance(question, str):
-            begins = [_begins_with(answer, question) for answer in answers]
-            if any(turns[0]["role"] != "assistant" for turns, begun in zip(answers, begins, strict=True) if not begun):
-                raise UsageError(
-                    f"{plan.question} is a text, but chosen or rejected begins with another turn of the user: leave out "
-                    f"{plan.question}"
-                )
-            if any(begins):
-                if not all(begins):
-                    raise UsageError(f"only one of chosen and rejected begins with the {plan.question}: mend the row")
-                question = None
-        elif question is not None:
-            begins = [answer[: len(question)] == question for answer in answers]
-            if all(begins):
-                answers = [answer[len(question) :] for answer in answers]
-        if question is None:
-            shared = [
-                first
-                for first, _ in itertools.takewhile(lambda turns: turns[0] == turns[1], zip(*answers, strict=False))
-            ]
-            if len(shared) == min(map(len, answers)):
-                if answers[0] == answers[1]:
-                    raise UsageError("chosen and rejected are equal: leave out the row")
-                raise UsageError("chosen or rejected is the beginning of the other: mend or leave out the row")
-            answers = [answer[len(shared) :] for answer in answers]
-            prompt = self._read_before(plan, values, shared) + shared
-            if plan.contexts and any(_is_full(values[name]) for name in plan.contexts):
-                raise UsageError(
-                    f"{plan.contexts[0]} has no question to which it belongs: give prompt, or leave it out"
-                )
-        else:
-            prompt = self._make_question(plan, values, question)
-        for name, answer in zip(PAIR, answers, strict=True):
-            _check_answer(name, answer)
-        if not prompt:
-            raise UsageError("chosen and rejected share no turn before the answer: give prompt, or that turn")
-        return prompt, answers
-
-    def _make_question(self, plan: _Plan, values: Mapping[str, Any], question: Any) -> list[dict[str, Any]]:
-        """Make the turns before the answer: the system's, the history's, and the question with what follows it."""
-        contexts = [_check_text(name, values[name]) for name in plan.contexts if _is_full(values[name])]
-        if isinstance(question, list):
-            if contexts:
-                raise UsageError(
-                    f"{plan.question} holds turns, and {plan.contexts[0]} has no place among them: leave it out, or write it "
-                    "into a turn"
-                )
-        else:
-            question = [{"role": "user", "content": "\n\n".join([question, *contexts])}]
-        return self._read_before(plan, values, question) + question
-
-    def _read_before(
-        self, plan: _Plan, values: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Make the turns of the columns system and history."""
-        before: list[dict[str, Any]] = []
-        if plan.system is not None and _is_full(values[plan.system]):
-            content = _check_text(plan.system, values[plan.system])
-            if turns and turns[0]["role"] in ("system", "developer"):
-                if turns[0]["content"].strip() != content.strip():
-                    raise UsageError(
-                        f"{plan.system} says something else than the turn of the system: leave one of them out"
-                    )
-            else:
-                before.append({"role": "system", "content": content})
-        if plan.history is not None and _is_full(values[plan.history]):
-            before += self._read_history(plan.history, values[plan.history])
-        return before
-
-    def _read_history(self, column: str, value: Any) -> list[dict[str, Any]]:
-        """Read earlier questions and answers: turns, or pairs of texts."""
-        if isinstance(value, str):
-            value = _parse(column, value)
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            return self._read_turns(column, value)
-        turns = []
-        for number, item in enumerate(value if isinstance(value, list) else [None], start=1):
-            if not (isinstance(item, list | tuple) and len(item) == 2):
-                raise UsageError(f"{column} must be a list of pairs, question and answer, or of turns: mend it")
-            for role, content in zip(("user", "assistant"), item, strict=True):
-                turns.append({"role": role, "content": _check_text(f"{column}, pair {number}", content)})
-        return turns
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # turns
-
-    def _read_value(self, column: str, value: Any) -> Any:
+    def read_value(self, column: str, value: Any) -> Any:
         """Read a text, or turns, also those that are written as text."""
         if isinstance(value, str):
             if value.lstrip()[:1] in ("[", "{") and TURNS_AS_TEXT.match(value):
-                return self._read_turns(column, value)
+                return self.read_turns(column, value)
             return _check_text(column, value)
         if isinstance(value, list | dict):
-            return self._read_turns(column, value)
+            return self.read_turns(column, value)
         raise UsageError(f"{column} holds {type(value).__name__}, not text: write it as text")
 
-    def _read_turns(self, column: str, value: Any, may_be_text: bool = True) -> list[dict[str, Any]]:
+    def read_turns(self, column: str, value: Any) -> list[dict[str, Any]]:
         """Read turns in one of the forms that people have."""
         if isinstance(value, str):
             value = _parse(column, value)
@@ -558,6 +237,297 @@ class RowReader:
             texts.append(part["text"])
         return "\n".join(texts)
 
+    def read_history(self, column: str, value: Any) -> list[dict[str, Any]]:
+        """Read earlier questions and answers: turns, or pairs of texts."""
+        if isinstance(value, str):
+            value = _parse(column, value)
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            return self.read_turns(column, value)
+        turns = []
+        for number, item in enumerate(value if isinstance(value, list) else [None], start=1):
+            if not (isinstance(item, list | tuple) and len(item) == 2):
+                raise UsageError(f"{column} must be a list of pairs, question and answer, or of turns: mend it")
+            for role, content in zip(("user", "assistant"), item, strict=True):
+                turns.append({"role": role, "content": _check_text(f"{column}, pair {number}", content)})
+        return turns
+
+
+class RowReader:
+    """Brings rows to one form; the first row that can be read decides which form the others must have.
+
+    Args:
+        wants_pairs: read pairs, which no other form can give.
+        train_on: see `Conversations`.
+        columns: name in files -> name of `COLUMNS`, or `UNUSED`: it is left out.
+    """
+
+    def __init__(self, wants_pairs: bool, train_on: str, columns: Mapping[str, str]):
+        self.wants_pairs, self.train_on, self.names = wants_pairs, train_on, dict(columns)
+        self.turns = TurnReader({name for name, target in columns.items() if target == UNUSED})
+        self.plans: dict[tuple[str, ...], _Plan | UsageError] = {}
+        self.first: _Plan | None = None
+        self.has_turns: bool | None = None
+
+    def read(self, place: str, values: Mapping[str, Any]) -> dict[str, str | None]:
+        """Return a row of `conversation_rows.FEATURES`, but for its source; what is wrong with it is in `problem`."""
+        try:
+            return self._read(values) | {"place": place, "problem": None}
+        except UsageError as error:
+            return {"columns": "", "row": "", "place": place, "problem": str(error), "unused": ""}
+
+    def _read(self, values: Mapping[str, Any]) -> dict[str, str | None]:
+        if self.names:
+            values = self._rename(values)
+        names = tuple(values)
+        plan = self.plans.get(names)
+        if plan is None:
+            try:
+                plan = self._recognise(names)
+            except UsageError as error:
+                plan = error
+            if len(self.plans) < 10_000:  # rows may each have columns of their own
+                self.plans[names] = plan
+        if isinstance(plan, UsageError):
+            raise plan
+        for name in plan.required:
+            if values[name] is None:
+                raise UsageError(f"{name} holds no value (null): fill it in, or leave out the row")
+        first = self.first
+        if first is not None and plan is not first and (plan.form, plan.required) != (first.form, first.required):
+            raise UsageError(
+                f"its columns are {list_names(names)}, but the first row is read by {first.columns}: give all rows the same "
+                "columns"
+            )
+        self.turns.begin_row()
+        prompt, answers = getattr(self, f"_read_{plan.form}")(plan, values)
+        tools = None if plan.tools is None else _read_tools(plan.tools, values[plan.tools])
+        has_turns = isinstance(prompt, list)
+        if self.has_turns is not None and has_turns != self.has_turns:
+            kinds = ("turns", "texts") if has_turns else ("texts", "turns")
+            raise UsageError(f"it holds {kinds[0]}, but the first row {kinds[1]}: give all rows the same columns")
+        unused = [name for name in plan.unused if values[name] is not None]
+        if plan.labels or plan.weights or plan.others:
+            unused += _check_others(plan, values, prompt, answers)
+        row: dict[str, Any] = {"prompt": prompt, "answers": answers, "tools": tools or None}
+        if plan.form == "messages" or (plan.history is not None and not self.wants_pairs):
+            row["trains_prompt"] = True
+        if self.turns.has_untrained:
+            row["untrained"] = self._find_untrained(prompt, answers)
+        try:
+            text = json.dumps(row)
+        except TypeError as error:
+            raise UsageError(f"it holds a value that JSON has not: {reason(error)}") from None
+        self.first, self.has_turns = first or plan, has_turns
+        unused += sorted(self.turns.fields)
+        return {"columns": plan.columns, "row": text, "unused": _write_unused(tuple(unused))}
+
+    def _rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Give columns the names to which `columns` maps them; those that are left out keep theirs."""
+        renamed: dict[str, Any] = {}
+        for name, value in values.items():
+            target = self.names.get(name, name)
+            new = name if target == UNUSED else target
+            if new in renamed:
+                raise UsageError(
+                    f"columns maps two columns to {new}, or one beside a column {new}: map the other one to {UNUSED}"
+                )
+            renamed[new] = value
+        return renamed
+
+    def _recognise(self, present: Sequence[str]) -> _Plan:
+        """Find how rows with these columns are read."""
+        own: dict[str, str] = {}  # name in lower case -> name
+        for name in present:
+            if name not in self.turns.left_out:
+                own.setdefault(name.strip().lower(), name)
+
+        def find(names: Iterable[str]) -> list[str]:
+            return [own[name] for name in names if name in own]
+
+        turns, questions, contexts, answers = (
+            find(COLUMNS[kind]) for kind in ("turns", "question", "context", "answer")
+        )
+        pair, text = find(PAIR), find(COLUMNS["text"])
+        form = ""
+        question: str | None = None
+        read: list[str] = []  # of the answers
+        if self.wants_pairs:
+            if len(pair) == 2:
+                form, read, question = "pair", pair, next(iter([*questions, *turns, *contexts]), None)
+        elif turns:
+            form, question = "messages", turns[0]
+        elif (questions or contexts) and answers:
+            form = "answer"
+            usual = [names for names in USUAL if set(names) <= set(own)]
+            both = [own[name] for name in usual[0]] if usual else [[*questions, *contexts][0], answers[0]]
+            question, read = both[0], both[1:]
+        elif text:
+            form, read = "text", text[:1]
+        if not form:
+            _refuse_columns(present, pair, self.wants_pairs, self.names)
+        system, history, tools = (next(iter(find(COLUMNS[kind])), None) for kind in ("system", "history", "tools"))
+        contexts = [name for name in contexts if name != question]
+        if form in ("messages", "text"):
+            contexts, history = [], None
+        if form == "text":
+            system = tools = None
+        is_read = {question, *read, *contexts, system, history, tools}
+        changing = [*TURNS, *QUESTIONS, *CONTEXTS, *COLUMNS["system"], *COLUMNS["history"], *COLUMNS["tools"], *MEDIA]
+        changing += [*PAIR, "functions"]
+        others = [name for name in find(changing) if name not in is_read]
+        others += [
+            name for name in present if name not in {*is_read, *others, *self.turns.left_out} and CHANGING.search(name)
+        ]
+        if form == "messages" and any(name in others for name in questions):
+            others += [name for name in answers if name not in is_read]
+        labels = find(COLUMNS["label"]) if form in ("messages", "answer") else []
+        weights = find(WEIGHTS)
+        unused = [name for name in present if name not in {*is_read, *others, *labels, *weights}]
+        is_plain = form == "text" or (
+            form != "messages"
+            and not (contexts or system or history or tools)
+            and str(question or "prompt").lower() == "prompt"
+            and read[0].lower() in ("completion", *PAIR)
+        )
+        sources = {target: name for name, target in self.names.items()}
+        used = (question, *read, *contexts, system, history, tools, *labels, *weights)
+        columns = ", ".join(
+            f"{name}={sources[name]}" if sources.get(name, name) != name else name for name in used if name is not None
+        )
+        return _Plan(
+            form, question, read, contexts, system, history, tools, labels, weights, others, unused, is_plain, columns
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # forms
+
+    def _read_messages(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[list, list]:
+        name = str(plan.question)
+        turns = self.turns.read_turns(name, values[name])
+        turns = self._read_before(plan, values, turns) + turns
+        if turns[-1]["role"] != "assistant":
+            if self.train_on != "all":
+                raise UsageError(
+                    f"the last turn is of the role {turns[-1]['role']}, must be of the assistant: leave it out, or set "
+                    "train_on to all"
+                )
+            return turns, [[]]
+        return turns[:-1], [turns[-1:]]
+
+    def _read_answer(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[Any, list]:
+        question = self.turns.read_value(str(plan.question), values[str(plan.question)])
+        answer = self.turns.read_value(plan.answers[0], values[plan.answers[0]])
+        if isinstance(question, str) and isinstance(answer, str) and plan.is_plain and not self.has_turns:
+            return question, [answer]
+        turns = self._make_question(plan, values, question)
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        _check_answer(plan.answers[0], answer)
+        return turns, [answer]
+
+    def _read_text(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[str, list]:
+        if self.train_on != "all":
+            raise UsageError(
+                f"text has no turns, but train_on is {self.train_on}: set train_on to all, or give messages"
+            )
+        return "", [_check_text(plan.answers[0], values[plan.answers[0]])]
+
+    def _read_pair(self, plan: _Plan, values: Mapping[str, Any]) -> tuple[Any, list]:
+        answers = [self.turns.read_value(name, values[name]) for name in plan.answers]
+        question = None if plan.question is None else self.turns.read_value(plan.question, values[plan.question])
+        is_text = all(isinstance(value, str) for value in answers)
+        if is_text and (question is None or isinstance(question, str)) and plan.is_plain and not self.has_turns:
+            prompt: Any = question
+            if question is None and answers[0].split(None, 1)[0] != answers[1].split(None, 1)[0]:
+                raise UsageError(
+                    "chosen and rejected share no beginning, so that their question is missing: give prompt, or say which "
+                    "column it is, --columns prompt=NAME"
+                )
+        else:
+            if is_text and question is None:
+                raise UsageError(
+                    "chosen and rejected are texts without a prompt, so that nothing can come before them: give prompt"
+                )
+            answers = [
+                [{"role": "assistant", "content": value}] if isinstance(value, str) else value for value in answers
+            ]
+            prompt, answers = self._split_prompt(plan, values, question, answers)
+        if answers[0] == answers[1]:
+            raise UsageError("chosen and rejected are equal: leave out the row")
+        return prompt, answers
+
+    def _split_prompt(
+        self, plan: _Plan, values: Mapping[str, Any], question: Any, answers: list[list]
+    ) -> tuple[list, list[list]]:
+        """Find the turns before the answers: those of the question, or those with which both lists begin."""
+        if isinstance(question, list) and any(question == answer for answer in answers):
+            question = None  # one of the answers, repeated
+        if isinstance(question, str):
+            begins = [_begins_with(answer, question) for answer in answers]
+            if any(turns[0]["role"] != "assistant" for turns, begun in zip(answers, begins, strict=True) if not begun):
+                raise UsageError(
+                    f"{plan.question} is a text, but chosen or rejected begins with another turn of the user: leave out "
+                    f"{plan.question}"
+                )
+            if any(begins):
+                if not all(begins):
+                    raise UsageError(f"only one of chosen and rejected begins with the {plan.question}: mend the row")
+                question = None
+        elif question is not None:
+            begins = [answer[: len(question)] == question for answer in answers]
+            if all(begins):
+                answers = [answer[len(question) :] for answer in answers]
+        if question is None:
+            shared = find_beginning(*answers)
+            if len(shared) == min(map(len, answers)):
+                if answers[0] == answers[1]:
+                    raise UsageError("chosen and rejected are equal: leave out the row")
+                raise UsageError("chosen or rejected is the beginning of the other: mend or leave out the row")
+            answers = [answer[len(shared) :] for answer in answers]
+            prompt = self._read_before(plan, values, shared) + shared
+            if plan.contexts and any(_is_full(values[name]) for name in plan.contexts):
+                raise UsageError(
+                    f"{plan.contexts[0]} has no question to which it belongs: give prompt, or leave it out"
+                )
+        else:
+            prompt = self._make_question(plan, values, question)
+        for name, answer in zip(PAIR, answers, strict=True):
+            _check_answer(name, answer)
+        if not prompt:
+            raise UsageError("chosen and rejected share no turn before the answer: give prompt, or that turn")
+        return prompt, answers
+
+    def _make_question(self, plan: _Plan, values: Mapping[str, Any], question: Any) -> list[dict[str, Any]]:
+        """Make the turns before the answer: the system's, the history's, and the question with what follows it."""
+        contexts = [_check_text(name, values[name]) for name in plan.contexts if _is_full(values[name])]
+        if isinstance(question, list):
+            if contexts:
+                raise UsageError(
+                    f"{plan.question} holds turns, and {plan.contexts[0]} has no place among them: leave it out, or write it "
+                    "into a turn"
+                )
+        else:
+            question = [{"role": "user", "content": "\n\n".join([question, *contexts])}]
+        return self._read_before(plan, values, question) + question
+
+    def _read_before(
+        self, plan: _Plan, values: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Make the turns of the columns system and history."""
+        before: list[dict[str, Any]] = []
+        if plan.system is not None and _is_full(values[plan.system]):
+            content = _check_text(plan.system, values[plan.system])
+            if turns and turns[0]["role"] in ("system", "developer"):
+                if turns[0]["content"].strip() != content.strip():
+                    raise UsageError(
+                        f"{plan.system} says something else than the turn of the system: leave one of them out"
+                    )
+            else:
+                before.append({"role": "system", "content": content})
+        if plan.history is not None and _is_full(values[plan.history]):
+            before += self.turns.read_history(plan.history, values[plan.history])
+        return before
+
     def _find_untrained(self, prompt: list[dict], answers: list[list[dict]]) -> list[int]:
         """Find the numbers of turns that are not trained, and take the marks away."""
         if self.train_on == "all" and not self.wants_pairs:
@@ -573,6 +543,40 @@ class RowReader:
         for turn in itertools.chain(*answers):
             turn.pop("weight", None)
         return numbers
+
+
+def _refuse_columns(
+    present: Sequence[str], pair: Sequence[str], wants_pairs: bool, mapped: Mapping[str, str]
+) -> NoReturn:
+    """Raise UsageError for columns by which a row cannot be read, of which `mapped` are named by the recipe."""
+    if missing := [name for name, target in mapped.items() if target not in (*present, UNUSED)]:
+        sources = {target: name for name, target in mapped.items()}
+        names = [sources.get(name, name) for name in present]
+        raise UsageError(
+            f"columns names {shorten(missing[0])}, but its columns are {list_names(names)}: {nearest(missing[0], names)}"
+        )
+    rule = "messages (or conversations), or prompt, completion, or instruction, output, or text"
+    if wants_pairs:
+        rule = "chosen, rejected"
+    is_pair = not wants_pairs and len(pair) == 2
+    hint = "; chosen and rejected need objective dpo, orpo, simpo or reward" if is_pair else ""
+    targets = PAIR if wants_pairs else [name for names in COLUMNS.values() for name in names]
+    near = [(close[0], name) for name in present if (close := get_close_matches(name.lower(), targets, 1, 0.7))]
+    target, name = next((pair for pair in near if pair[0] != pair[1].lower()), (targets[0], "NAME"))
+    raise UsageError(
+        f"its columns are {list_names(present)}, must be {rule}{hint}: name those that are called otherwise, --columns "
+        f"{target}={shorten(name)}"
+    )
+
+
+def find_beginning(*parts: Sequence[Any]) -> list[Any]:
+    """Find the elements with which all parts begin.
+
+    >>> find_beginning("<a>b", "<a>c", "<a>")
+    ['<', 'a', '>']
+    """
+    same = itertools.takewhile(lambda each: all(one == each[0] for one in each), zip(*parts, strict=False))
+    return [first for first, *_ in same]
 
 
 _write_unused = functools.lru_cache(1000)(write_unused)

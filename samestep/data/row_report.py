@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,7 +185,7 @@ def find_problems(rows: "Dataset") -> list[Problem]:
     """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
     table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
     table = table.filter(compute.is_valid(table["problem"]))
-    return [Problem(*pair) for pair in zip(*(table[name].to_pylist() for name in ("place", "problem")), strict=True)]
+    return [Problem(row["place"], row["problem"]) for row in table.to_pylist()]
 
 
 @dataclasses.dataclass
@@ -239,27 +239,6 @@ class Notes:
             yield empty | {"text": json.dumps(vars(self))}
 
 
-class Shapes:
-    """Counts rows by the names of their columns, of which nearly all neighbours have the same."""
-
-    def __init__(self) -> None:
-        self.names: Any = None
-        self.num_rows = 0
-        self.counts: Counter[Any] = Counter()
-
-    def count(self, names: tuple[str, ...] | None) -> None:
-        """Count a row."""
-        if names != self.names:
-            self.counts[self.names] += self.num_rows
-            self.names, self.num_rows = names, 0
-        self.num_rows += 1
-
-    def read(self) -> list[tuple[Any, int]]:
-        """Return the names of each shape, and the number of its rows."""
-        counts = self.counts + Counter({self.names: self.num_rows})
-        return [(names, count) for names, count in counts.items() if count]
-
-
 class Table(NamedTuple):
     """Rows of a source that can be used, and what is known of the others."""
 
@@ -270,6 +249,53 @@ class Table(NamedTuple):
     def num_read(self) -> int:
         """Number of rows that were read."""
         return len(self.rows) + len(self.notes.problems) + self.notes.num_blank
+
+    def report(self, source: str, **more: Any) -> RowReport:
+        """Report on the rows; `more` are further fields of `RowReport`."""
+        notes = self.notes
+        more |= {"bad": notes.problems, "columns": notes.columns, "unused": notes.unused}
+        return RowReport(source, self.num_read, len(self.rows), **more)
+
+
+def read_noted(
+    file: str,
+    rows: Iterable[tuple[int, Any]],
+    find: Callable[[str, list[str], bool], tuple[str | None, ...]],
+    make: Callable[[Mapping[str, Any], Any], dict[str, Any] | None],
+    notes: Notes,
+) -> Iterator[dict[str, Any]]:
+    """Make rows of a table of those of a file, one at a time; what is known of the others goes into the notes.
+
+    Args:
+        rows: numbers and columns of rows, or a `BadRow` in place of the columns.
+        find: finds the columns that are read (None: such a row has none) from the place of a row, the names of its columns, and
+            whether no other row was read before; its UsageError about the first row is one about the file.
+        make: makes the row of the columns and the names that `find` found; None: the row has no visible character. Raises
+            UsageError where it cannot.
+    """
+    names: tuple[str | None, ...] | None = None
+    shapes: Counter[tuple[str, ...]] = Counter()  # names of the columns of a row -> such rows
+    for number, values in rows:
+        place = f"{file}:{number}"
+        try:
+            if isinstance(values, BadRow):
+                raise UsageError(values)
+            if names is None or not all(name in values for name in names if name is not None):
+                names = find(place, list(values), names is None)
+            shapes[tuple(values)] += 1
+            row = make(values, names)
+        except UsageError as error:
+            if names is None and not isinstance(values, BadRow):
+                raise
+            notes.problems.append(Problem(place, strip_place(error, place)))
+            continue
+        if row is None:
+            notes.add_blank(place)
+        else:
+            yield row
+    notes.columns = [name for name in names or () if name is not None]
+    for shape, count in shapes.items():
+        notes.unused.update(dict.fromkeys((name for name in shape if name not in notes.columns), count))
 
 
 def split_notes(rows: "Dataset") -> Table:
@@ -289,7 +315,7 @@ def split_notes(rows: "Dataset") -> Table:
     return Table(datasets.concatenate_datasets(parts) if parts else rows.select([]), notes)
 
 
-def take_good(tables: Sequence[Table], on_bad_row: str) -> list["Dataset"]:
+def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list["Dataset"]:
     """Return the rows that can be used.
 
     Args:
@@ -337,3 +363,20 @@ def write_skipped(folder: Path, reports: Iterable[RowReport]) -> Path | None:
         return None
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return file
+
+
+def report_rows(data: Any, output_dir: Path | None, say: Callable[[str], None]) -> None:
+    """Say what became of the rows of a data set, where it tells; list those that are left out.
+
+    Args:
+        data: the data set.
+        output_dir: where the list goes; None: another process writes it.
+        say: prints a text.
+    """
+    reports = getattr(data, "row_reports", ())
+    for report in reports:
+        say(str(report))
+    if reports and output_dir is not None and (file := write_skipped(output_dir, reports)):
+        say(f"skipped rows are listed in {file}")
+    if (mask_report := getattr(data, "mask_report", None)) is not None:
+        say(str(mask_report))

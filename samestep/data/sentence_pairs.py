@@ -13,20 +13,18 @@ accuracies with these.
 
 import dataclasses
 import functools
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import ListColumn, hash_parts, map_once
 from samestep.data.documents import load_split, split_sentences
 from samestep.data.ragged import make_pretraining_micro_batch
-from samestep.data.row_report import RowReport, add_notes
-from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
+from samestep.data.row_report import add_notes
+from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
@@ -69,17 +67,16 @@ class Pair:
         return len(self.first) + (2 if self.second is None else len(self.second) + NUM_SPECIAL)
 
 
-class SentencePairs:
+class SentencePairs(TokenizedTexts):
     """The samples of a corpus.
 
     Args:
         documents: one row per document, column `text`.
         tokenizer: with [CLS], [SEP], [MASK] and [PAD].
-        seed: decides every draw.
-        max_seq_length: tokens per sample at most.
-        short_seq_probability: share of the chunks cut to a random shorter length.
-        next_sentence_probability: share of the pairs whose B follows A; None: a chunk is one segment, no pair.
-        mlm_probability: share of a sample's ordinary tokens that are to be predicted (rounded, at least one).
+        recipe: gives `seed`, which decides every draw; `max_seq_length`, tokens per sample at most; `short_seq_probability`,
+            the share of the chunks cut to a random shorter length; `mlm_probability`, the share of a sample's ordinary tokens
+            that are to be predicted (rounded, at least one); perhaps `next_sentence_probability`, the share of the pairs whose
+            B follows A; without it a chunk is one segment, no pair.
         num_proc: processes that tokenize.
         description: names the corpus in messages.
 
@@ -91,81 +88,44 @@ class SentencePairs:
         self,
         documents: Dataset,
         tokenizer: PreTrainedTokenizerBase,
+        recipe: Any,
         *,
-        seed: int,
-        max_seq_length: int,
-        short_seq_probability: float,
-        next_sentence_probability: float | None,
-        mlm_probability: float,
         num_proc: int | None = None,
         description: str = "the corpus",
     ):
-        self.seed, self.tokenizer = seed, tokenizer
-        self.row_reports: list[RowReport] = []
-        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
-        num_special = NUM_SPECIAL if next_sentence_probability is not None else 2  # [CLS] A [SEP]
-        self.max_length, self.max_tokens = max_seq_length, max_seq_length - num_special
-        self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
+        self.seed, self.mlm_probability = recipe.seed, recipe.mlm_probability
+        self.next_sentence_probability = getattr(recipe, "next_sentence_probability", None)
+        is_pair = self.next_sentence_probability is not None
+        self.max_tokens = recipe.max_seq_length - (NUM_SPECIAL if is_pair else 2)  # [CLS] A [SEP]
         self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
         self.is_special = np.zeros(len(tokenizer), bool)
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary = np.flatnonzero(~self.is_special)
-        vocabulary = tokenizer.backend_tokenizer.to_str()
-        table = documents.map(
-            _tokenize,
-            batched=True,
-            with_indices=True,
-            remove_columns=documents.column_names,
-            fn_kwargs={
-                "tokenizer": tokenizer,
-                "seed": seed,
-                "max_tokens": self.max_tokens,
-                "short_seq_probability": short_seq_probability,
-            },
-            num_proc=num_proc,
-            desc=f"Tokenizing {description}",
-            new_fingerprint=_hash(
-                rows_fingerprint(documents), vocabulary, seed, self.max_tokens, short_seq_probability
-            ),
-        )
-        self.tokens, self.ends, self.cuts = (ListColumn(table, name) for name in ("tokens", "ends", "cuts"))
-        num_short = len(documents) - len(self.tokens)
-        self.notes = [f"left out: {format_count(num_short, 'document')} of fewer than two tokens"] if num_short else []
-        if unknown := describe_unknown(self.tokens, documents, tokenizer, description):
-            self.notes.append(unknown)
-        is_pair = next_sentence_probability is not None
+        settings = {"seed": self.seed, "max_tokens": self.max_tokens}
+        settings |= {"short_seq_probability": recipe.short_seq_probability}
+        key = fingerprint(tokenizer), settings
+        arguments = settings | {"tokenizer": tokenizer}
+        table = map_once(documents, _tokenize, key, description, num_proc, fn_kwargs=arguments, with_indices=True)
+        super().__init__(table, documents, tokenizer, recipe.max_seq_length, description)
+        self.ends, self.cuts = ListColumn(table, "ends"), ListColumn(table, "cuts")
+        if num_short := len(documents) - len(self.tokens):
+            self.notes.insert(0, f"left out: {format_count(num_short, 'document')} of fewer than two tokens")
         if len(self.tokens) < 1 + is_pair:
+            rule = "sentence pairs need at least 2, so that B can come from another document" if is_pair else "give one"
             raise UsageError(
-                f"{description} has {len(self.tokens)} document(s) of two tokens or more: "
-                + (
-                    "sentence pairs need at least 2, so that B can come from another document"
-                    if is_pair
-                    else "give one"
-                )
-                + " (--txt_documents blocks: blank lines in .txt files separate documents)"
+                f"{description} has {len(self.tokens)} document(s) of two tokens or more: {rule} (--txt_documents blocks: "
+                "blank lines in .txt files separate documents)"
             )
 
     def __len__(self) -> int:
         """Count the chunks: the gaps between neighbouring cuts of each document."""
         return self.cuts.num_values - len(self.cuts)
 
-    def __str__(self) -> str:
-        """Say how many samples there are, and of how much text."""
-        return f"{len(self):,} samples of {format_count(self.num_documents, 'document')} ({self.num_tokens:,} tokens)"
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.num_values
-
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that the samples are made of: the tokenizer, the documents' tokens, and their chunks."""
         first_samples = np.concatenate([[0], np.cumsum(self.cuts.lengths() - 1)])
-        documents = _hash(self.tokens.digest(), first_samples.tobytes())
+        documents = hash_parts(self.tokens.digest(), first_samples.tobytes())
         return {"tokenizer": fingerprint(self.tokenizer), "documents": documents}
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
@@ -263,33 +223,17 @@ class SentencePairs:
 def build(
     recipe: BertPretraining | ModernBertPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[SentencePairs, SentencePairs | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
-
-    Args:
-        recipe: gives the data, the tokenizer and the lengths.
-        num_proc: processes that read and tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
-
-    Raises:
-        UsageError: data or tokenizer that cannot be used.
-    """
+    """Build the recipe's training and held-out samples, see `samestep.data`."""
     documents, held_out, reports = load_split(recipe, num_proc, on_bad_row)
-    weights = getattr(recipe, "model_name_or_path", None)
-    name = recipe.tokenizer_name or weights
-    if name is None:
-        tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
-    else:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=weights is not None)
-    names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
-    settings = {name: getattr(recipe, name, None) for name in names} | {"num_proc": num_proc}
-    train = SentencePairs(documents, tokenizer, **settings, description="training documents")
-    rest = SentencePairs(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
+    tokenizer = choose_tokenizer(
+        recipe, lambda: train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case), REQUIRED_TOKENS, "BERT"
+    )
+    train = SentencePairs(documents, tokenizer, recipe, num_proc=num_proc, description="training documents")
+    rest = None
+    if len(held_out):
+        rest = SentencePairs(held_out, tokenizer, recipe, num_proc=num_proc, description="held-out documents")
     train.row_reports = add_notes(reports, train, rest)
     return train, rest
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _tokenize(

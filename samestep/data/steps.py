@@ -63,10 +63,10 @@ class StepData:
         numbers: number of each micro-batch among those of all processes, where they are dealt whole; None: an empty one that
             was added.
         micro_batch_counts: int64 [micro-batches, terms], of which `counts` is the sum.
-        is_measured: whether the noise of the gradient is measured in this step, which is cut at random for that.
+        is_cut_at_random: whether the step is cut at random, not by length: its micro-batches are independent samples.
         num_samples_by_source: of a mixture, the samples of each source in the whole global batch.
         sizes: samples of each micro-batch of each process, so that a process knows the place of its numbers among all.
-        micro_batches_by_worker: where a process computes workers, one after the other, the number of micro-batches of each.
+        micro_batches_by_part: where a process computes several parts of the step, the number of micro-batches of each.
     """
 
     step: int
@@ -79,10 +79,10 @@ class StepData:
     num_micro_batches: int
     numbers: list[int | None]
     micro_batch_counts: torch.Tensor
-    is_measured: bool = False
+    is_cut_at_random: bool = False
     num_samples_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
     sizes: list[list[int]] = dataclasses.field(default_factory=list)
-    micro_batches_by_worker: list[int] = dataclasses.field(default_factory=list)
+    micro_batches_by_part: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +116,23 @@ def find_terms_without_target(
     return [name for name, count in zip(names, counts, strict=True) if not count]
 
 
+def check_terms(source: SampleSource, weights: Mapping[str, float]) -> None:
+    """Check that each loss term has a target in the training data: one without is 0 to the end.
+
+    Args:
+        source: gives the samples.
+        weights: of the terms, by name; a term of weight 0 needs no target.
+
+    Raises:
+        UsageError: names the terms.
+    """
+    if names := [name for name in find_terms_without_target(source, list(weights)) if weights[name]]:
+        raise UsageError(
+            f"the training data have no target of the loss {', '.join(names)}, which would be 0 in every step: look at the "
+            "rows, the tokenizer and the lengths, or set the weight of the loss to 0"
+        )
+
+
 class Steps(Dataset):
     """Step t of this process, for any t at once: a pure function of its arguments.
 
@@ -132,9 +149,11 @@ class Steps(Dataset):
             models, each of whose forwards needs all processes).
         deals_whole: cut the step as for one process, and deal the micro-batches to the processes: so the micro-batches do not
             depend on the number of processes.
-        noise_scale_steps: every so many steps, the noise of the gradient is measured; None: never.
-        workers: parts of the step that this process computes, one after the other, where a step is cut for workers, of which
-            the layout has the number (`recipe.communication`); empty: the part of its own number.
+        random_steps: every so many steps, one is cut at random; None: never.
+
+    Attributes:
+        own_parts: parts of the step, of which the layout has the number, that this process computes one after the other; empty,
+            unless it is set: the part of its own number.
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -152,8 +171,7 @@ class Steps(Dataset):
         max_tokens: int | None = None,
         same_num_micro_batches: bool = False,
         deals_whole: bool = False,
-        noise_scale_steps: int | None = None,
-        workers: Sequence[int] = (),
+        random_steps: int | None = None,
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -161,12 +179,10 @@ class Steps(Dataset):
                 "or more"
             )
         self.source, self.order, self.layout = source, order, layout
-        self.process_index, self.max_tokens, self.same_num_micro_batches = (
-            process_index,
-            max_tokens,
-            same_num_micro_batches,
-        )
-        self.deals_whole, self.noise_scale_steps, self.workers = deals_whole, noise_scale_steps, workers
+        self.process_index, self.max_tokens = process_index, max_tokens
+        self.same_num_micro_batches, self.deals_whole = same_num_micro_batches, deals_whole
+        self.random_steps = random_steps
+        self.own_parts: Sequence[int] = ()
 
     def __getitem__(self, step: int) -> StepData:
         source: Any = self.source  # one with a mixture counts samples by source, too
@@ -174,7 +190,7 @@ class Steps(Dataset):
         # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
         parts, numbers_of_all = self._partition(step, lengths)
-        own = self.workers or [self.process_index]
+        own = self.own_parts or [self.process_index]
         places = [micro_batch for part in own for micro_batch in parts[part]]
         numbers = [number for part in own for number in numbers_of_all[part]]
         if self.same_num_micro_batches:
@@ -193,10 +209,10 @@ class Steps(Dataset):
             num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),
             numbers=numbers,
             micro_batch_counts=counts,
-            is_measured=self._is_measured(step, len(samples)),
+            is_cut_at_random=self._is_cut_at_random(step, len(samples)),
             num_samples_by_source=source.count_by_source(ids) if self.order.mixture else {},
             sizes=[list(map(len, micro_batches)) for micro_batches in parts],
-            micro_batches_by_worker=[len(parts[worker]) for worker in self.workers],
+            micro_batches_by_part=[len(parts[part]) for part in self.own_parts],
         )
 
     def cut_first_samples(self, step: int, num_samples: int, max_samples: int) -> list[MicroBatch]:
@@ -224,14 +240,14 @@ class Steps(Dataset):
         samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
         return epochs, ids, samples, np.array([sample.length for sample in samples])
 
-    def _is_measured(self, step: int, num_samples: int) -> bool:
-        every = self.noise_scale_steps
+    def _is_cut_at_random(self, step: int, num_samples: int) -> bool:
+        every = self.random_steps
         return every is not None and (step + 1) % every == 0 and num_samples > 1
 
     def _partition(self, step: int, lengths: np.ndarray) -> tuple[list[list[np.ndarray]], list[list[int | None]]]:
         """Cut a step: for each process its micro-batches, and their numbers."""
         cap, num_processes = self.layout.per_device_train_batch_size, self.layout.num_processes
-        if self._is_measured(step, len(lengths)):
+        if self._is_cut_at_random(step, len(lengths)):
             if (
                 self.max_tokens is not None
             ):  # as many samples in each as if all were the longest: lengths decide nothing
@@ -302,13 +318,8 @@ class Steps(Dataset):
 
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
         """Change the caps by which steps are cut from now on."""
-        layout = self.layout
         self.max_tokens = max_tokens
-        self.layout = solve_layout(
-            num_processes=layout.num_processes,
-            global_batch_size=layout.global_batch_size,
-            per_device_train_batch_size=per_device_train_batch_size,
-        )
+        self._solve(self.layout.num_processes, per_device_train_batch_size)
 
     def set_process(self, process_index: int, num_processes: int) -> None:
         """Cut steps for another number of processes from now on: k changes, and the caps stay.
@@ -317,12 +328,15 @@ class Steps(Dataset):
             process_index: number of this process among them.
             num_processes: N.
         """
-        layout = self.layout
         self.process_index = process_index
+        self._solve(num_processes, self.layout.per_device_train_batch_size)
+
+    def _solve(self, num_processes: int, cap: int) -> None:
+        """Cut steps for so many processes, and micro-batches of so many samples at most, from now on."""
         self.layout = solve_layout(
             num_processes=num_processes,
-            global_batch_size=layout.global_batch_size,
-            per_device_train_batch_size=layout.per_device_train_batch_size,
+            global_batch_size=self.layout.global_batch_size,
+            per_device_train_batch_size=cap,
         )
 
     def halve(self, step: int) -> bool:

@@ -25,12 +25,7 @@ SAMPLE = 1 << 20  # characters from which the reading of a .csv file is found
 MAX_NAMES, MAX_CHARACTERS = 20, 60  # names in a message, and characters of a text in it
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 DOUBLE, SINGLE = '"', "'"
-ENCODINGS = {
-    b"\xff\xfe\0\0": "UTF-32",
-    b"\0\0\xfe\xff": "UTF-32",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
+ENCODINGS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """Byte order mark -> the encoding that it is of."""
 
 
@@ -188,10 +183,8 @@ def find_reading(file: str, delimiter: str = ",") -> Reading:
     text, separator = "".join(lines), re.escape(delimiter)
     usual = Reading(delimiter, DOUBLE if delimiter in ",;" else None, first_line=first_line)
     if usual.mark is None:
-        for mark in (
-            DOUBLE,
-            SINGLE,
-        ):  # marks of single quotation are apostrophes in most files: those far behind do not count
+        # Marks of single quotation are apostrophes in most files: those far behind do not count
+        for mark in (DOUBLE, SINGLE):
             quoted = usual._replace(mark=mark)
             begins = re.search(rf"(?:^|{separator}){mark}", text, re.MULTILINE) is not None
             begins = begins or (mark == DOUBLE and not is_whole and _has_marked_cell(file, quoted))
@@ -267,17 +260,12 @@ def _is_quoted(file: str, lines: list[str] | None, reading: Reading, is_whole: b
     """
 
     def read() -> Iterator[str]:
-        return (
-            iter(lines)
-            if lines is not None
-            else (line for _, line in islice(read_lines(file), reading.first_line, None))
-        )
+        return iter(lines) if lines is not None else _read_texts(file, reading.first_line)
 
     mark, delimiter = reading.mark or "", reading.delimiter
     num_gaps = next(read(), "").count(delimiter)
-    num_rows = num_marked = num_closed = num_full = (
-        0  # rows; cells that begin with a mark, that are closed, that show a writer
-    )
+    # Rows; cells that begin with a mark, that are closed, that show a writer
+    num_rows = num_marked = num_closed = num_full = 0
     closed_by_column: Counter[int] = Counter()
     fits_plain = True
     for line in islice(read(), 1, None):
@@ -319,7 +307,7 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
         UsageError: the first line does not name the columns, or quotation marks are not closed.
     """
     reading = find_reading(file, delimiter)
-    rows = reading.parse(map(itemgetter(1), islice(read_lines(file), reading.first_line, None)))
+    rows = reading.parse(_read_texts(file, reading.first_line))
     last_line = reading.first_line  # number of the last line that was read
     try:
         names = next(rows, None)
@@ -338,13 +326,14 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
             yield last_line, dict(zip(names, row, strict=True))
     except csv.Error as error:
         remedy = "Close its quotation marks, or mend it."
-        if f"\\{reading.mark}" in _read_line(file, reading.first_line + rows.line_num):
+        if f"\\{reading.mark}" in next(_read_texts(file, reading.first_line + rows.line_num - 1), ""):
             remedy = f"It has \\{reading.mark} inside a cell: double the mark ({reading.mark}{reading.mark}) instead."
         raise UsageError(f"{file}: the row after line {last_line} is not CSV: {error}. {remedy}") from error
 
 
-def _read_line(file: str, number: int) -> str:
-    return next((line for place, line in read_lines(file) if place == number), "")
+def _read_texts(file: str, first: int) -> Iterator[str]:
+    """Read lines without their numbers, from place `first` on."""
+    return map(itemgetter(1), islice(read_lines(file), first, None))
 
 
 def _explain_width(row: list[str], names: list[str], reading: Reading) -> str:

@@ -121,10 +121,9 @@ class TemplateProcess:
         self.times = times
         self.owner = self.pid = 0  # process that started it, and its own number; 0: there is none
         self.pipes: list[BinaryIO] = []  # for requests, for answers
-        self.queue: collections.deque[tuple[Request, int]] = (
-            collections.deque()
-        )  # requests, and numbers of their answers
-        self.setup: tuple[str, Mapping[str, str], str] | None = None  # template, special tokens and time that it knows
+        # Requests, and numbers of their answers; template, special tokens and time that the process knows
+        self.queue: collections.deque[tuple[Request, int]] = collections.deque()
+        self.setup: tuple[str, Mapping[str, str], str] | None = None
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Ask for renderings of conversations, some or all of which `take` will take, in this order."""
@@ -201,9 +200,8 @@ class TemplateProcess:
         read_requests, write_requests = os.pipe()
         read_answers, write_answers = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of threads: the forked process calls nothing of theirs
+            # Python warns of threads, but the forked process calls nothing of theirs
+            warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
             _become_renderer(read_requests, write_answers, self.times)

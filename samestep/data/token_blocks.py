@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import map_once
 from samestep.data.documents import load_split
-from samestep.data.row_report import RowReport, add_notes
+from samestep.data.row_report import add_notes
 from samestep.data.tokenizer import (
-    describe_unknown,
+    TokenizedTexts,
+    choose_tokenizer,
     fingerprint,
-    load_tokenizer,
     train_byte_level_bpe,
     train_characters,
 )
@@ -56,7 +55,7 @@ class Run:
         return len(self.tokens) - 1
 
 
-class TokenBlocks:
+class TokenBlocks(TokenizedTexts):
     """The tokens, and the micro-batches made of them, which both kinds of samples share.
 
     Args:
@@ -82,43 +81,18 @@ class TokenBlocks:
         num_proc: int | None = None,
         description: str = "the corpus",
     ):
-        self.tokenizer, self.end_of_text = tokenizer, tokenizer.eos_token_id
-        tokenizer.model_max_length = block_size  # saved with it: a pipeline truncates to that
-        self.max_length, self.document_mask, self.seed, self.description = block_size, document_mask, seed, description
-        self.is_row = is_row
-        self.row_reports: list[RowReport] = []
-        self.notes: list[str] = []
-        dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
-        table = documents.map(
-            _tokenize,
-            batched=True,
-            batch_size=100,  # documents; more would only be more memory
-            remove_columns=documents.column_names,
-            features=Features({"tokens": List(Value(dtype))}),
-            fn_kwargs={"tokenizer": tokenizer, "dtype": dtype},
-            num_proc=num_proc,
-            desc=f"Tokenizing {description}",
-            new_fingerprint=f"{rows_fingerprint(documents)}-{fingerprint(tokenizer)}",
+        self.end_of_text, self.is_row, self.document_mask, self.seed = (
+            tokenizer.eos_token_id,
+            is_row,
+            document_mask,
+            seed,
         )
-        self.tokens = ListColumn(table, "tokens")
-        if unknown := describe_unknown(self.tokens, documents, tokenizer, description):
-            self.notes.append(unknown)
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        """Say how many samples there are, and of how much text."""
-        return f"{len(self):,} samples of {format_count(self.num_documents, 'document')} ({self.num_tokens:,} tokens)"
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, with one <|endoftext|> per document."""
-        return self.tokens.num_values
+        dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
+        options = {"features": Features({"tokens": List(Value(dtype))}), "batch_size": 100}  # more is only more memory
+        arguments = {"tokenizer": tokenizer, "dtype": dtype}
+        key = (fingerprint(tokenizer),)
+        table = map_once(documents, _tokenize, key, description, num_proc, fn_kwargs=arguments, **options)
+        super().__init__(table, documents, tokenizer, block_size, description)
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -254,31 +228,15 @@ def _cut(seed: int, num_tokens: int, epoch: int) -> int:
 def build(
     recipe: CausalPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[TokenBlocks, TokenBlocks | None]:
-    """Build the recipe's training and held-out samples; None when nothing is held out.
-
-    Args:
-        recipe: gives the data, the tokenizer and the length.
-        num_proc: processes that read and tokenize.
-        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
-
-    Raises:
-        UsageError: data or tokenizer that cannot be used.
-    """
+    """Build the recipe's training and held-out samples, see `samestep.data`."""
     documents, held_out, reports = load_split(recipe, num_proc, on_bad_row)
-    weights = getattr(recipe, "model_name_or_path", None)
-    name = recipe.tokenizer_name or weights
-    if name is not None:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, ["eos_token"], "GPT-2", is_required=weights is not None)
-    else:
-        train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}[recipe.tokenizer]
-        tokenizer = train(documents, recipe.vocab_size)
+    train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}
+    tokenizer = choose_tokenizer(
+        recipe, lambda: train[recipe.tokenizer](documents, recipe.vocab_size), ["eos_token"], "GPT-2"
+    )
     kind = PackedBlocks if recipe.packing else SeparateDocuments
-    settings: dict[str, Any] = {
-        "block_size": recipe.block_size,
-        "document_mask": recipe.document_mask,
-        "num_proc": num_proc,
-    }
-    settings["is_row"] = isinstance(recipe, CausalLmPretraining)
+    settings: dict[str, Any] = {"block_size": recipe.block_size, "document_mask": recipe.document_mask}
+    settings |= {"num_proc": num_proc, "is_row": isinstance(recipe, CausalLmPretraining)}
     blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, description="training documents")
     rest = kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
     blocks.row_reports = add_notes(reports, blocks, rest)

@@ -1,4 +1,4 @@
-"""Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded."""
+"""Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded; and what they make of texts."""
 
 import hashlib
 import itertools
@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -15,8 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data.arrow import ListColumn
+from samestep.data.arrow import ListColumn, hash_parts
+from samestep.data.row_report import RowReport
 from samestep.errors import UsageError, explain_unwritable, reason
+from samestep.printing import format_count
 from samestep.recipe.extras import optional
 from samestep.recipe.reading import check_model_folder, format_name
 
@@ -34,6 +36,68 @@ END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
+class TokenizedTexts:
+    """Texts as tokens, in a memory-mapped file: what the samples of several tasks have in common.
+
+    Args:
+        table: one row per text, column `tokens`.
+        texts: columns of texts, from which examples of unknown words come.
+        tokenizer: of the tokens.
+        max_length: tokens of a sample at most.
+        description: names the texts in messages.
+
+    Attributes:
+        notes: lines on the texts for people.
+        row_reports: what became of the rows of each source; empty until they are set.
+
+    Raises:
+        UsageError: all of the tokens are unknown.
+    """
+
+    def __init__(
+        self, table: Dataset, texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, description: str
+    ):
+        tokenizer.model_max_length = max_length  # saved with it: a pipeline truncates to that
+        self.tokenizer, self.max_length, self.description = tokenizer, max_length, description
+        self.tokens = ListColumn(table, "tokens")
+        unknown = describe_unknown(self.tokens, texts, tokenizer, description)
+        self.notes = [unknown] if unknown else []
+        self.row_reports: list[RowReport] = []
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Say how many samples there are, and of how much text."""
+        return f"{len(self):,} samples of {format_count(self.num_documents, 'document')} ({self.num_tokens:,} tokens)"
+
+    @property
+    def num_documents(self) -> int:
+        """Number of texts."""
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all texts, with the special ones that are kept with them."""
+        return self.tokens.num_values
+
+
+def choose_tokenizer(
+    recipe: Any, train: Callable[[], PreTrainedTokenizerBase], required_tokens: Sequence[str], example: str
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a recipe names, or that of its model's folder; train one if it names none.
+
+    Args:
+        train: trains one.
+        required_tokens, example: see `load_tokenizer`.
+    """
+    weights = getattr(recipe, "model_name_or_path", None)
+    name = recipe.tokenizer_name or weights
+    if name is None:
+        return train()
+    return load_tokenizer(name, recipe.vocab_size, required_tokens, example, is_required=weights is not None)
+
+
 def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
     """Train BERT's WordPiece tokenizer (Devlin et al. 2019, 1810.04805), once: it is saved in the datasets' cache.
 
@@ -45,9 +109,7 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
         vocab_size: entries at most.
         do_lower_case: lower-case and strip accents.
     """
-    return _train_once(
-        "wordpiece", documents, lambda texts: _wordpiece(texts, vocab_size, do_lower_case), vocab_size, do_lower_case
-    )
+    return _train_once("wordpiece", documents, _wordpiece, vocab_size, do_lower_case)
 
 
 def train_byte_level_bpe(
@@ -69,9 +131,7 @@ def train_byte_level_bpe(
             f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {min_size} or more"
         )
     settings = (splits_digits,) if splits_digits else ()
-    return _train_once(
-        "byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size, *settings), vocab_size, *settings
-    )
+    return _train_once("byte_level_bpe", documents, _byte_level_bpe, vocab_size, *settings)
 
 
 def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -80,26 +140,22 @@ def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizer
     The vocabulary is <|endoftext|>, <|unknown|> for characters that the documents lack, and the documents' most frequent
     `vocab_size` - 2 characters.
     """
-    return _train_once("characters", documents, lambda texts: _characters(texts, vocab_size), vocab_size)
+    return _train_once("characters", documents, _characters, vocab_size)
 
 
 def _train_once(
-    kind: str,
-    documents: Dataset,
-    train: Callable[[Iterable[str]], PreTrainedTokenizerBase],
-    vocab_size: int,
-    *settings: object,
+    kind: str, documents: Dataset, train: Callable[..., PreTrainedTokenizerBase], vocab_size: int, *settings: object
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on the documents by `train`, unless the cache has it.
+    """Train a tokenizer by `train` (texts, vocab_size, *settings), unless the cache has it.
 
     Raises:
         UsageError: the entries that the tokenizer cannot do without are more than `vocab_size`.
     """
-    key = repr((rows_fingerprint(documents), vocab_size, *settings, tokenizers.__version__))
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
+    key = hash_parts(rows_fingerprint(documents), vocab_size, *settings, tokenizers.__version__)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / key
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        train(documents["text"]).save_pretrained(partial)
+        train(documents["text"], vocab_size, *settings).save_pretrained(partial)
         try:
             partial.rename(folder)
         except OSError:  # another run was first, with the same result

@@ -6,16 +6,20 @@ keys and values are gathered into tables [S, heads, T, d], padded to the longest
 all tables of a micro-batch at once; or a kernel of variable length takes the row as it is. No number of a sample depends on the
 other samples.
 
+`attend` computes attention inside the samples of a row for all of our models: a mask says which keys a query sees. BERT and
+ModernBERT see both sides (here), causal models what is before (`sequences`).
+
 A head reads a few tokens of each sample: a classifier the first one, pretraining the first and the masked ones. They are the
 queries of the last layer; all other tokens are only keys and values there. So the last layer's queries, feed-forward layer and
 normalisations are computed for these tokens alone: the same numbers, and the same gradient. Where each sample has one query, as
 in a classifier, keys and values are not computed either (`_attention_alone`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +36,8 @@ from samestep.step import noise
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
+PREFIX = "unpadded_"
+"""Prefix of a kernel's name in the config of a model that sees both sides."""
 BY_LENGTH = "_by_length"
 KERNELS = ("sdpa", "eager", "sdpa" + BY_LENGTH, "eager" + BY_LENGTH, "varlen")
 """sdpa: torch's kernels over a padded table. eager: plain products over it. _by_length: the same over several tables, each for
@@ -45,7 +51,7 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
         model: with a BertModel as `model.bert`.
         kernel: one of `KERNELS`.
     """
-    model.set_attn_implementation(f"unpadded_{kernel}")
+    model.set_attn_implementation(PREFIX + kernel)
     last = model.bert.encoder.layer[-1]
     last.forward = functools.partial(_last_layer, last)
     return model
@@ -54,10 +60,10 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 def kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, Callable[[], object]]:
-    """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose`.
+    """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose_kernel`.
 
     Args:
-        model: after `unpad`.
+        model: of transformers, which sees both sides.
         device, mixed_precision: of the computation.
         settings: where attn_implementation is set, that kernel is the only one. A compiled model has one table, and products
             of its own.
@@ -66,15 +72,15 @@ def kernel_candidates(
         name -> function that makes the model use these kernels.
     """
     kernel, names = settings.attn_implementation, ["sdpa"]
+    is_noisy = bool(getattr(model.config, "attention_probs_dropout_prob", 0))
     if device.type == "cpu":
-        # With dropout not sdpa, which draws noise of its own
-        kinds = ["eager"] if model.config.attention_probs_dropout_prob else ["eager", "sdpa"]
+        kinds = ["eager"] if is_noisy else ["eager", "sdpa"]  # sdpa draws noise of its own
         names = kinds + [name + BY_LENGTH for name in kinds if not settings.torch_compile]
-    if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
+    if device.type == "cuda" and mixed_precision != "no" and not is_noisy:
         names.append("varlen")
     names = [kernel] if kernel else names
     candidates: dict[str, Callable[[], object]] = {
-        name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names
+        name: functools.partial(model.set_attn_implementation, PREFIX + name) for name in names
     }
     return candidates if settings.torch_compile else cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
 
@@ -156,8 +162,13 @@ def _last_layer(
     else:
         inputs = ((module.query, query_hidden), (module.key, hidden), (module.value, hidden))
         q, k, v = (project(x).unflatten(1, (-1, module.attention_head_size)) for project, x in inputs)
-        kernel = attention_kernel(module.config).removeprefix("unpadded_")
-        y = _attention(kernel, module, q, k, v, query_tables, token_tables, tuple(queries.shape))
+        kernel = attention_kernel(module.config).removeprefix(PREFIX)
+        place, attend_to = (q, k, v, query_tables, token_tables), _see_both_sides(module, tuple(queries.shape))
+        y = (
+            _attend_by_ends(attend_to, *place)
+            if kernel == "varlen"
+            else attend(kernel, attend_to, *place, token_tables.is_token)
+        )
     y = layer.attention.output(y.flatten(1), query_hidden)
     return layer.output(layer.intermediate(y), y)[None]
 
@@ -181,16 +192,46 @@ def _attention_alone(
     q = torch.einsum("whd,hdn->whn", module.query(query_hidden).unflatten(1, (heads, -1)), key)
     x = hidden[:, None].to(q.dtype)
     outputs = []
-    keys = _row_keys(module, query_tables, (len(q),))
+    layer = _see_both_sides(module, (len(q),))
+    keys = _row_keys(layer, query_tables, heads, 1)
     tables = zip(to_tables(q, query_tables), to_tables(x, token_tables), token_tables.is_token, keys, strict=True)
     for query, tokens, is_token, row_keys in tables:  # [S', heads, 1, width], [S', 1, T, width]
-        p = scores(query.transpose(1, 2), tokens, is_token, module.scaling).softmax(-1)
-        p = _drop(module, p, row_keys)
+        p = _drop(layer, scores(query.transpose(1, 2), tokens, is_token, layer.scaling).softmax(-1), row_keys)
         outputs.append(torch.cat([p @ tokens, p.sum(-1, keepdim=True)], -1).transpose(1, 2))
     y = from_tables(outputs, query_tables, len(q))  # [W, heads, width + 1]: p X and sum(p)
     y, total = y.split([y.shape[-1] - 1, 1], -1)
     bias = module.value.bias.unflatten(0, (heads, -1)) + 0 * module.key.bias.sum()
     return torch.einsum("whn,hdn->whd", y, value) + total * bias
+
+
+class Layer(NamedTuple):
+    """Holds how a layer attends, apart from its kernel, its queries, keys and values, and the masks of tables.
+
+    Attributes:
+        scaling: factor of q k^T.
+        is_causal: whether a query sees no token behind its own; torch's kernels see to it where there is no mask. Plain
+            products then keep probabilities in q's dtype, also under autocast: the backward needs no other copy.
+        softcap: c of scores that become c tanh(scores / c); of plain products, as `sinks`.
+        sinks: a score of each head that takes part in the softmax and has no value, floating [heads].
+        dropout: the module whose noise may be by sample.
+        rate: probability of dropping a probability.
+        rows: shape by which the noise knows the rows of the queries.
+    """
+
+    scaling: float
+    is_causal: bool = False
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    dropout: nn.Module | None = None
+    rate: float = 0.0
+    rows: tuple[int, ...] = ()
+
+
+def _see_both_sides(module: nn.Module, rows: tuple[int, ...]) -> Layer:
+    """Describe a layer of BERT, [heads, d] of its tokens; or of ModernBERT, which has no dropout of probabilities."""
+    dropout = getattr(module, "dropout", None)
+    rate = dropout.p if dropout is not None and module.training else 0.0
+    return Layer(getattr(module, "scaling", None) or module.head_dim**-0.5, dropout=dropout, rate=rate, rows=rows)
 
 
 def _interface(kernel: str):
@@ -202,82 +243,124 @@ def _interface(kernel: str):
         attention_mask: None,
         *,
         token_tables: Tables,
+        sliding_window: int | None = None,
+        narrow_masks: Sequence[torch.Tensor | None] = (),
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """Compute attention as transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _attention(kernel, module, q, k, v, token_tables, token_tables, (1, len(q)))[None], None
+        layer = _see_both_sides(module, (1, len(q)))
+        if kernel == "varlen":
+            return _attend_by_ends(layer, q, k, v, token_tables, token_tables, sliding_window)[None], None
+        masks = token_tables.is_token if sliding_window is None else narrow_masks
+        return attend(kernel, layer, q, k, v, token_tables, token_tables, masks)[None], None
 
     return attention
 
 
 for _kernel in KERNELS:
-    AttentionInterface.register(f"unpadded_{_kernel}", _interface(_kernel))
+    # Transformers makes no mask for a kernel that AttentionMaskInterface does not know
+    AttentionInterface.register(PREFIX + _kernel, _interface(_kernel))
 
 
-def _attention(
+def _attend_by_ends(
+    layer: Layer, q, k, v, query_tables: Tables, token_tables: Tables, sliding_window: int | None = None
+) -> torch.Tensor:
+    """Compute `attend` by the kernel for samples of any length; 0 for tokens of no sample.
+
+    Args:
+        sliding_window: keys that a query sees on each side, its own included; None: all.
+    """
+    assert not layer.rate, "the kernel has no dropout"
+    longest = query_tables.sources[0].shape[2], token_tables.sources[0].shape[2]
+    (num_queries,), (num_tokens,) = query_tables.place.shape, token_tables.place.shape  # without spare ones
+    window = -1 if sliding_window is None else sliding_window - 1
+    options = {"scale": layer.scaling, "window_size": (window, window)}
+    ends, rest = (query_tables.ends, token_tables.ends), len(q) - num_queries
+    y = varlen_attn(q[:num_queries], k[:num_tokens], v[:num_tokens], *ends, *longest, **options)
+    return torch.cat([y, y.new_zeros(rest, *y.shape[1:])])
+
+
+def attend(
     kernel: str,
-    module: nn.Module,
+    layer: Layer,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     query_tables: Tables,
     token_tables: Tables,
-    shape: tuple[int, ...],
+    masks: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Compute softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d].
+    """Compute softmax(scaling q k^T + mask) v inside each sample of a row: q [W, heads, d], k and v [M, key heads, d] ->
+    [W, heads, d].
+
+    In plain products the R heads that share keys lie side by side: their queries are R rows per token of the same product.
 
     Args:
-        shape: by which the noise knows the rows of the queries.
+        kernel: of `KERNELS`, with tables: eager's are of a group per key head, those of sdpa of one group.
+        masks: of each table, see `scores`; for sdpa what torch's kernels take. None: all is seen, or what is not behind.
     """
-    scaling, dropout = module.scaling, module.dropout.p if module.training else 0.0
-    if kernel == "varlen":
-        assert not dropout, "the kernel has none"
-        longest = query_tables.sources[0].shape[2], token_tables.sources[0].shape[2]
-        (num_queries,), (num_tokens,) = query_tables.place.shape, token_tables.place.shape  # without spare ones
-        q_ends, k_ends, padding = query_tables.ends, token_tables.ends, len(q) - num_queries
-        y = varlen_attn(q[:num_queries], k[:num_tokens], v[:num_tokens], q_ends, k_ends, *longest, scale=scaling)
-        return torch.cat([y, y.new_zeros(padding, *y.shape[1:])])
-    q_tables, k_tables, v_tables = to_tables(q, query_tables), to_tables(k, token_tables), to_tables(v, token_tables)
-    outputs, row_keys = [], _row_keys(module, query_tables, shape)
-    # Of each table [S', heads, W', d] and twice [S', heads, T, d]
-    tables = zip(q_tables, k_tables, v_tables, token_tables.is_token, row_keys, strict=True)
-    for queries, keys, values, is_token, query_keys in tables:
-        if kernel.startswith("sdpa"):
-            y = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=is_token, dropout_p=dropout, scale=scaling
-            )
+    num_groups, num_repeats, is_eager = k.shape[1], q.shape[1] // k.shape[1], kernel.startswith("eager")
+    row_keys, outputs = _row_keys(layer, query_tables, num_groups, num_repeats), []
+    # Of each table, eager: [S', g, W', R d] and twice [S', g, T, d]; sdpa: [S', heads, W', d] and twice [S', g, T, d]
+    q_tables = to_tables(q.reshape(len(q), num_groups, -1) if is_eager else q, query_tables)
+    k_tables, v_tables = to_tables(k, token_tables), to_tables(v, token_tables)
+    for queries, keys, values, mask, query_keys in zip(q_tables, k_tables, v_tables, masks, row_keys, strict=True):
+        if is_eager:
+            rows = queries.reshape(*queries.shape[:2], -1, keys.shape[3])  # [S', g, W' R, d]
+            p = _drop(layer, _probabilities(layer, rows, keys, mask), query_keys)
+            y = (p @ values).view(*queries.shape[:3], -1)
         else:
-            y = _drop(module, scores(queries, keys, is_token, scaling).softmax(-1), query_keys) @ values
+            if num_repeats > 1:
+                keys, values = (x.repeat_interleave(num_repeats, 1) for x in (keys, values))
+            sees_back = layer.is_causal and mask is None
+            y = F.scaled_dot_product_attention(queries, keys, values, mask, layer.rate, sees_back, scale=layer.scaling)
         outputs.append(y)
-    return from_tables(outputs, query_tables, len(q))
+    return from_tables(outputs, query_tables, len(q)).reshape(*q.shape[:2], -1)
 
 
-def _row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor | None]:
-    """Return the noise's keys for the probabilities of a BertSelfAttention: of each table of queries int64 [S', heads, W'];
-    None where there is no noise by sample.
+def _probabilities(layer: Layer, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Compute the softmax of `attend` over a table: [S, g, W R, d], [S, g, T, d] -> [S, g, W R, T]."""
+    if layer.softcap is None:
+        values = scores(q, k, mask, layer.scaling)
+    else:
+        values = torch.tanh(q @ k.mT * (layer.scaling / layer.softcap)) * layer.softcap + mask
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(values.dtype).view(k.shape[1], 1, -1)  # [g, 1, R], the same for each of W tokens
+        sinks = sinks.expand(-1, values.shape[2] // sinks.shape[2], -1).flatten(1)[..., None]
+        values = torch.cat([values, sinks.expand(len(values), -1, -1, -1)], -1)
+    with torch.autocast(q.device.type, enabled=False) if layer.is_causal else contextlib.nullcontext():
+        p = values.softmax(-1)  # computed in float32 inside
+    return p if layer.sinks is None else p[..., :-1]
 
-    Args:
-        shape: by which the noise knows the rows of the queries.
-    """
-    dropout = module.dropout
+
+def _row_keys(layer: Layer, tables: Tables, num_groups: int, num_repeats: int) -> list[torch.Tensor | None]:
+    """Return the noise's keys of the rows of probabilities: of each table of queries int64 [S', g, W' R]; None: no noise by
+    sample."""
+    dropout = layer.dropout
     if not isinstance(dropout, noise.Dropout) or not dropout.training or not dropout.p:
         return [None] * len(tables.sources)
-    return _find_row_keys(module, tables, shape)
+    return _find_row_keys(dropout.noise.rows, layer.rows, tables, num_groups, num_repeats)
 
 
 @torch.compiler.disable  # they change with every micro-batch
-def _find_row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    keys = module.dropout.noise.rows[shape].flatten()
-    heads = torch.arange(module.num_attention_heads, device=keys.device)[:, None]
-    # [S', g, W'] with the parts t g, ..., t g + g - 1 of token t: the first part's number / g is the token's
+def _find_row_keys(
+    keys_of: dict[tuple[int, ...], torch.Tensor],
+    rows: tuple[int, ...],
+    tables: Tables,
+    num_groups: int,
+    num_repeats: int,
+) -> list[torch.Tensor]:
+    keys = keys_of[rows].flatten()
+    heads = torch.arange(num_groups * num_repeats, device=keys.device).view(num_groups, 1, num_repeats)
+    # [S', 1, W'], with the parts t g, ..., t g + g - 1 of token t: the first part's number / g is the token's
     tokens = [source[:, :1] // source.shape[1] for source in tables.sources]
-    return [noise.mix(keys[token] + heads) for token in tokens]
+    return [noise.mix(keys[token][..., None] + heads).flatten(2) for token in tokens]
 
 
-def _drop(module: nn.Module, probabilities: torch.Tensor, row_keys: torch.Tensor | None) -> torch.Tensor:
-    """Apply a BertSelfAttention's dropout to its probabilities [S', heads, W', T]."""
-    return module.dropout(probabilities) if row_keys is None else module.dropout.drop(probabilities, row_keys)
+def _drop(layer: Layer, p: torch.Tensor, row_keys: torch.Tensor | None) -> torch.Tensor:
+    """Apply a layer's dropout to its probabilities."""
+    return F.dropout(p, layer.rate) if row_keys is None else layer.dropout.drop(p, row_keys)
 
 
 def to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:
@@ -313,21 +396,23 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """Compute scaling q k^T, with the dtype's lowest number at padding: [S, heads, W, d], [S, heads, T, d] -> [S, heads, W, T].
+    """Compute scaling q k^T + mask: [S, heads, W, d], [S, heads, T, d] -> [S, heads, W, T].
 
     One product computes all of it: three passes over the scores would take a fifth of attention's time.
 
     Args:
-        mask: bool [S, 1, 1, T], False at padding; or what is added, of q's dtype, [S or 1, 1, W, T].
+        mask: bool [S, 1, 1, T], False at padding, where the dtype's lowest number is added; or what is added, of q's dtype,
+            [S or 1, 1, W, T].
     """
     bias, beta = q.new_zeros(1, 1, 1), 0
-    is_added = mask is not None and mask.dtype != torch.bool
-    if mask is not None and not is_added:
-        bias = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
-        bias, beta = bias.expand(-1, q.shape[1], -1, -1).flatten(0, 1), 1
+    if mask is not None and mask.dtype == torch.bool:
+        mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+    is_large = mask is not None and mask.shape[0] > 1 and mask.shape[2] > 1  # a copy for each head would be
+    if mask is not None and not is_large:
+        bias, beta = mask.expand(*q.shape[:2], -1, -1).flatten(0, 1), 1
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scaling)
     scores = scores.unflatten(0, q.shape[:2])
-    return scores.add_(mask) if is_added else scores
+    return scores.add_(mask) if is_large else scores
 
 
 def _pick(y: torch.Tensor, place: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForPreTraining
 
-from samestep._internals.transformers_models import recompute_activations
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
@@ -60,10 +59,3 @@ class PretrainingSums(SummedLosses):
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
-
-    def recompute_activations(self) -> None:
-        recompute_activations(self.bert)
-
-    def compile_layers(self) -> None:
-        for layer in self.bert.bert.encoder.layer:
-            layer.compile(dynamic=True)  # once for micro-batches of all sizes

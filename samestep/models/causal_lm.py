@@ -1,11 +1,8 @@
 """Fine-tune a causal language model of transformers on sequences without padding: losses summed over a micro-batch."""
 
 import contextlib
-import copy
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -29,11 +26,11 @@ from samestep._internals.transformers_models import (
 )
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, packing, quantization, sequences, stop_tokens
-from samestep.models.pretrained import causal_attention, initial_model, save_pretrained
+from samestep.models import adapters, cpu_matmul, packing, quantization, saved_causal_lm, sequences, stop_tokens
+from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import CausalLmFineTuningSettings, LanguageModelSettings
+from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import losses, noise, preferences
 
@@ -44,30 +41,6 @@ SHAPE = (
 """Fields of a recipe that give an `architecture` its shape."""
 OTHER_NAMES = {"intermediate_size": "n_inner"}
 """Field -> its name in configs that have no such field, and no alias of it."""
-
-RESULTS = ("config.json", "generation_config.json", "model*.safetensors*", "adapter_*", adapters.APART, adapters.BASE)
-"""Files and folders of a saved model or adapter."""
-MERGED_SEQUENCES, MERGED_TOKENS = 8, 128
-"""Sequences, and tokens of each, with which a merge is measured."""
-USAGE = """\
-from transformers import pipeline
-chat = pipeline("text-generation", model="OUTPUT_DIR")
-chat([{"role": "user", "content": "a question"}], do_sample=False)"""
-ADAPTER_CHAT = """\
-from transformers import GenerationConfig, pipeline
-ends = GenerationConfig.from_pretrained("OUTPUT_DIR")  # the base's own may lack the token that ends a turn
-chat = pipeline("text-generation", model="OUTPUT_DIR", generation_config=ends)
-chat([{"role": "user", "content": "a question"}], do_sample=False)"""
-REWARD_USAGE = """\
-from transformers import pipeline
-judge = pipeline("text-classification", model="OUTPUT_DIR", function_to_apply="none")
-judge("a conversation, rendered by the chat template")"""
-ADAPTER_USAGE = """\
-from peft import PeftModel
-from transformers import CLASS, AutoTokenizer
-base = CLASS.from_pretrained(BASE)
-model = PeftModel.from_pretrained(base, "OUTPUT_DIR")
-tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None = None) -> PreTrainedModel:
@@ -185,18 +158,8 @@ class CausalLmSums(SummedLosses):
         self.notes, self.is_padded = [], False
         self.scale, self.softcap = _find_scale(causal_lm)
         name = type(causal_lm).__name__
-        own_kernel = attention_kernel(causal_lm.config)
-        leak = None
-        if not can_set_attention(causal_lm):
-            problem = "its attention does not go through transformers' AttentionInterface"
-        else:
-            causal_lm.set_attn_implementation(sequences.PREFIX + "eager")
-            leak = None if is_fake(next(model.parameters())) else packing.probe(causal_lm)
-            problem = f"a sequence reaches the next one in a row ({leak})" if leak else None
-        if problem:
+        if problem := _compute_in_rows(causal_lm):
             self.is_padded = True
-            if can_set_attention(causal_lm):
-                causal_lm.set_attn_implementation(own_kernel)
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
         noisy = _find_noise_of_functions(causal_lm)
         if not self.is_padded:
@@ -352,11 +315,9 @@ class CausalLmSums(SummedLosses):
     ) -> torch.Tensor:
         if self._has_plain_head:
             weight = self.causal_lm.get_output_embeddings().weight
-            max_logits = losses.choose_max_logits(weight)
-            return preferences.sequence_logps(
-                self._scale(hidden), weight, labels, label_sequence, num_sequences, max_logits
-            )
-        log_p = self.token_log_probabilities(hidden, labels)
+            options = num_sequences, losses.choose_max_logits(weight)
+            return preferences.sequence_logps(self._scale(hidden), weight, labels, label_sequence, *options)
+        log_p = torch.cat([log_p for _, log_p, _ in self._log_probabilities(hidden, labels)])
         sums = torch.zeros(num_sequences, dtype=torch.float64, device=log_p.device)
         return sums.index_add(0, label_sequence, log_p.double()).to(log_p.dtype)
 
@@ -365,18 +326,15 @@ class CausalLmSums(SummedLosses):
 
     @property
     def _has_plain_head(self) -> bool:
-        """Whether logits are a multiple of hidden states times a matrix."""
+        """Tell whether logits are a multiple of hidden states times a matrix."""
         head = self.causal_lm.get_output_embeddings()
         return type(head) in (nn.Linear, quantization.HalfLinear) and head.bias is None and self.softcap is None
-
-    def token_log_probabilities(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probability of each label, [m] in float32 or wider; logits exist in chunks only."""
-        return torch.cat([log_p for _, log_p, _ in self._log_probabilities(hidden, labels)])
 
     def _log_probabilities(
         self, hidden: torch.Tensor, labels: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield of each chunk its place, the log-probability of each label, and whether its logit is the largest."""
+        """Yield of each chunk of labels, as logits exist in chunks only: its place, each label's log-probability, in float32
+        or wider, and whether its logit is the largest."""
         weight = self.causal_lm.get_output_embeddings().weight
         size = max(1, losses.choose_max_logits(weight) // len(weight))
         for first in range(0, max(1, len(labels)), size):
@@ -437,107 +395,9 @@ class CausalLmSums(SummedLosses):
             super().recompute_activations()
         recompute_activations(self.causal_lm, {"use_reentrant": False, "context_fn": sequences.recomputation})
 
-    def compile_layers(self) -> None:
-        for module in self.causal_lm.modules():
-            if type(module).__name__ in self._no_split_modules:
-                module.compile(dynamic=True)  # once for micro-batches of all sizes
-
-    @torch.no_grad()
-    def merge_adapter(self, held_out: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> float:
-        """Merge the adapters into the weights, in place: W + s B A, computed in the dtype of W and rounded to `dtype`.
-
-        What a merge loses is measured by the logits of held-out sequences: |merged - adapted| / |adapted - base|, all computed
-        in the dtype of W. Small adapters vanish where weights have few bits: rounded to bfloat16 they may lose most of what
-        they do. A base in 4 bits gets the weights back that it computes with, in float32, before adapters are merged into them.
-
-        Args:
-            held_out: token ids of some sequences, int64 [tokens] each.
-            dtype: in which the weights are to be saved.
-
-        Returns:
-            The share that is lost; not finite where the adapter does nothing.
-        """
-
-        def compute(model: PreTrainedModel) -> torch.Tensor:
-            logits = [model(input_ids=tokens[None], use_cache=False).logits.flatten().cpu() for tokens in held_out]
-            return torch.cat(logits)
-
-        self.eval()
-        with self.own_attention() as adapted:
-            target = compute(adapted)
-            with self.model.disable_adapter():
-                effect = (target - compute(adapted)).norm()
-        quantization.dequantize_base(self.model)
-        own_dtype = target.dtype
-        self.model = self.model.merge_and_unload().to(dtype).to(own_dtype)
-        with self.own_attention() as merged:
-            return ((compute(merged) - target).norm() / effect).item()
-
-    def save(
-        self,
-        folder: Path,
-        recipe: CausalLmFineTuning,
-        settings: CausalLmFineTuningSettings,
-        train: Any,
-        held_out: Any = None,
-        best: Path | None = None,
-    ) -> tuple[str, dict[str, float], str | None]:
-        """Save what was trained, for `from_pretrained`, and the tokenizer: all weights, the adapter, or the adapter merged.
-
-        Args:
-            folder: gets the files.
-            recipe, settings: the run's.
-            train, held_out: sources of the samples; a merge is measured with some of the held-out ones, if there are any.
-            best: folder of the best model of `Run.save_best`, which is saved instead; None: this one.
-
-        Returns:
-            Lines of Python that load the model, OUTPUT_DIR standing for the folder; merge_loss, if a merge was measured; why it
-            was not written (the adapter is then), or None.
-        """
-        usage = REWARD_USAGE if recipe.objective == "reward" else USAGE
-        _delete_earlier(folder, recipe.model_name_or_path)
-        if recipe.lora_rank is None:
-            if best is not None:
-                shutil.copytree(best, folder, dirs_exist_ok=True)
-            else:
-                save_pretrained(self.model, train.tokenizer, folder)
-            return usage, {}, None
-        if best is not None:
-            adapters.load_adapter(self.model, best)
-        has_base = recipe.model_name_or_path is not None
-        if not settings.merge_adapter:
-            adapters.save_adapter(self.model, train.tokenizer, folder, has_base)
-            return _find_adapter_usage(recipe), {}, None
-        dtype = adapters.find_base_dtype(recipe) if settings.merge_dtype == "base" else torch.float32
-        name, limit = str(dtype).removeprefix("torch."), settings.max_merge_loss
-        spare, apart = None, folder / adapters.APART
-        if has_base:
-            adapters.save_adapter(self.model, train.tokenizer, apart, has_base)
-        else:
-            spare = copy.deepcopy(self.model)
-        lost = self.merge_adapter(_choose_sequences(held_out or train, self.causal_lm.device), dtype)
-        logits = "training logits" if held_out is None else "held-out logits"
-        text = f"merged weights in {name} lose {lost:.2%} of what the adapter does to {logits}"
-        facts = {"merge_loss": lost}
-        if lost <= limit:
-            print(text)
-            if spare is not None:
-                adapters.save_adapter(spare, train.tokenizer, apart, has_base)
-            save_pretrained(self.model.to(dtype), train.tokenizer, folder)
-            return usage, facts, None
-        if spare is not None:
-            adapters.save_adapter(spare, train.tokenizer, folder, has_base)
-        else:
-            shutil.copytree(apart, folder, dirs_exist_ok=True)
-            shutil.rmtree(apart)
-        remedy = f"set merge_dtype to float32 or max_merge_loss to more than {lost:.2g}"
-        if dtype == torch.float32:
-            remedy = "leave merge_adapter out"
-        problem = (
-            f"merge_adapter is true, but {text}, more than max_merge_loss {limit:g}, so the adapter is apart in {folder}: "
-            f"to merge it, {remedy}, and resume from the latest checkpoint"
-        )
-        return _find_adapter_usage(recipe), facts, problem
+    def save(self, *arguments: Any) -> tuple[str, dict[str, float], str | None]:
+        """Save what was trained; see `saved_causal_lm.save`."""
+        return saved_causal_lm.save(self, *arguments)
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[PreTrainedModel]:
@@ -553,38 +413,17 @@ class CausalLmSums(SummedLosses):
                 model.set_attn_implementation(kernel)
 
 
-def _delete_earlier(folder: Path, base: str | None) -> None:
-    """Delete the model or the adapter that an earlier run left in a folder: beside the other one, both would be loaded."""
-    if base is not None and Path(base).resolve().is_relative_to(folder.resolve()):
-        return  # what was trained on is not ours to delete
-    for path in (path for pattern in RESULTS for path in folder.glob(pattern)):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _find_adapter_usage(recipe: CausalLmFineTuning) -> str:
-    """Write the lines of Python that load an adapter: a pipeline, unless its base needs more to be said."""
-    is_reward, base, name = recipe.objective == "reward", '"OUTPUT_DIR/base"', adapters.find_start(recipe)[0]
-    if name is not None and recipe.base_quantization is None and not recipe.use_dora:
-        return REWARD_USAGE if is_reward else ADAPTER_CHAT
-    head, more, config = "AutoModelForCausalLM", "", ""
-    if name is not None:
-        base = f'"{name}"'
-    if name is not None and recipe.base_quantization is not None:
-        base, more = f"{base}, quantization_config=config", ", BitsAndBytesConfig"
-        config = 'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)\n'
-    if is_reward:
-        head, base = "AutoModelForSequenceClassification", f"{base}, num_labels=1"
-    lines = ADAPTER_USAGE.replace("CLASS", head).replace("BASE", base)
-    if name is not None and not is_reward:
-        more += ", GenerationConfig"
-        lines += '\nmodel.generation_config = GenerationConfig.from_pretrained("OUTPUT_DIR")'
-    return lines.replace("AutoTokenizer\n", f"AutoTokenizer{more}\n{config}", 1)
-
-
-def _choose_sequences(source: Any, device: torch.device) -> list[torch.Tensor]:
-    """Choose the beginnings of a source's first sequences, int64 [tokens] each."""
-    batches = [source.collate([source.draw(0, place)]) for place in range(min(MERGED_SEQUENCES, len(source)))]
-    return [batch["input_ids"][0, : min(MERGED_TOKENS, int(batch["ends"][1]))].to(device) for batch in batches]
+def _compute_in_rows(model: PreTrainedModel) -> str | None:
+    """Let a model's attention stay inside the sequences of a row; say why it cannot, and is as it was."""
+    if not can_set_attention(model):
+        return "its attention does not go through transformers' AttentionInterface"
+    own_kernel = attention_kernel(model.config)
+    model.set_attn_implementation(sequences.PREFIX + "eager")
+    leak = None if is_fake(next(model.parameters())) else packing.probe(model)
+    if leak is None:
+        return None
+    model.set_attn_implementation(own_kernel)
+    return f"a sequence reaches the next one in a row ({leak})"
 
 
 def _has_attention_dropout(model: nn.Module) -> bool:

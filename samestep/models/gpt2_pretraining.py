@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from samestep._internals.transformers_models import recompute_activations
 from samestep.models import stop_tokens
 from samestep.models.pretrained import causal_kernel_candidates, gpt2_hidden, initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -65,9 +64,6 @@ class PretrainingSums(SummedLosses):
         return causal_kernel_candidates(
             self.gpt2, device, mixed_precision, self.block_size, settings.attn_implementation
         )
-
-    def recompute_activations(self) -> None:
-        recompute_activations(self.gpt2)
 
     def compile_layers(self) -> None:
         for block in self.gpt2.transformer.h:

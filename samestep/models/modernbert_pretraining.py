@@ -4,27 +4,21 @@ Samples lie end to end in a row, as for BERT (see `attention`). Positions are ro
 samples. Most layers see a window around each token: their attention is that of the others with a narrower mask.
 """
 
-import functools
 from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, ModernBertConfig, ModernBertForMaskedLM
+from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from samestep._internals.transformers_models import attention_kernel, recompute_activations
+from samestep._internals.transformers_models import attention_kernel
 from samestep.data.ragged import Rows, Tables, make_pretraining_micro_batch, make_tables, split_by_length
 from samestep.data.sentence_pairs import OF_PAIRS
-from samestep.models import attention, cpu_matmul
-from samestep.models.attention import BY_LENGTH, KERNELS, from_tables, make_parts, to_tables
+from samestep.models import attention
+from samestep.models.attention import BY_LENGTH, make_parts
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
 from samestep.step import losses
-
-PREFIX = "unpadded_window_"
 
 
 def build_model(recipe: ModernBertPretraining, source: Any = None) -> ModernBertForMaskedLM:
@@ -43,7 +37,7 @@ class PretrainingSums(SummedLosses):
     def __init__(self, bert: ModernBertForMaskedLM):
         super().__init__()
         self.bert = bert
-        bert.set_attn_implementation(f"{PREFIX}eager")
+        bert.set_attn_implementation(attention.PREFIX + "eager")
 
     @classmethod
     def from_recipe(cls, recipe: ModernBertPretraining, source: Any = None) -> Self:
@@ -89,24 +83,7 @@ class PretrainingSums(SummedLosses):
         return model.final_norm(hidden)[0]
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
-        names = ["sdpa"]
-        if device.type == "cpu":
-            names = ["eager", "sdpa"]
-            names += [name + BY_LENGTH for name in names if not settings.torch_compile]
-        if device.type == "cuda" and mixed_precision != "no":
-            names.append("varlen")
-        names = [settings.attn_implementation] if settings.attn_implementation else names
-        candidates = {name: functools.partial(self.bert.set_attn_implementation, PREFIX + name) for name in names}
-        if settings.torch_compile:
-            return candidates
-        return cpu_matmul.add_onednn(candidates, self.bert, device, mixed_precision)
-
-    def recompute_activations(self) -> None:
-        recompute_activations(self.bert)
-
-    def compile_layers(self) -> None:
-        for layer in self.bert.model.layers:
-            layer.compile(dynamic=True)  # once for micro-batches of all sizes
+        return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
 
 
 def _narrow(tables: Tables, window: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
@@ -130,48 +107,3 @@ def _narrow(tables: Tables, window: int, dtype: torch.dtype) -> tuple[torch.Tens
         zeros = torch.zeros(is_seen.shape, dtype=dtype, device=source.device)
         masks.append(zeros.masked_fill_(~is_seen, torch.finfo(dtype).min))
     return tuple(masks)
-
-
-def _interface(kernel: str):
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: None,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        token_tables: Tables,
-        narrow_masks: tuple[torch.Tensor | None, ...],
-        **_: object,
-    ) -> tuple[torch.Tensor, None]:
-        """Compute attention as transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if kernel == "varlen":
-            return _varlen(q, k, v, token_tables, scaling, sliding_window)[None], None
-        masks = token_tables.is_token if sliding_window is None else narrow_masks
-        outputs = []
-        for queries, keys, values, mask in zip(*(to_tables(x, token_tables) for x in (q, k, v)), masks, strict=True):
-            if kernel.startswith("sdpa"):
-                y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
-            else:
-                y = attention.scores(queries, keys, mask, scaling).softmax(-1) @ values
-            outputs.append(y)
-        return from_tables(outputs, token_tables, len(q))[None], None
-
-    return attend
-
-
-for _kernel in KERNELS:
-    # Transformers makes no mask for a kernel that AttentionMaskInterface does not know
-    AttentionInterface.register(PREFIX + _kernel, _interface(_kernel))
-
-
-def _varlen(q, k, v, tables: Tables, scaling: float, sliding_window: int | None) -> torch.Tensor:
-    """Compute attention by the kernel for samples of any length: [M, heads, d] three times -> [M, heads, d]."""
-    longest, (num_tokens,) = tables.sources[0].shape[2], tables.place.shape
-    window = -1 if sliding_window is None else sliding_window - 1  # which counts the token itself
-    options = {"scale": scaling, "window_size": (window, window)}
-    y = varlen_attn(*(x[:num_tokens] for x in (q, k, v)), tables.ends, tables.ends, longest, longest, **options)
-    return torch.cat([y, y.new_zeros(len(q) - num_tokens, *y.shape[1:])])  # tokens of no sample

@@ -89,7 +89,7 @@ def memory_format(device: torch.device, mixed_precision: str) -> torch.memory_fo
 def memory_format_candidates(
     model: nn.Module, network: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, partial]:
-    """List the memory formats, the one of `memory_format` first, for `kernels.choose`.
+    """List the memory formats, the one of `memory_format` first, for `kernels.choose_kernel`.
 
     Args:
         model: passes images to `network` in the format of its attribute `memory_format`.

@@ -161,7 +161,7 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
 def causal_kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, kernel: str | None = None
 ) -> dict[str, Callable[[], object]]:
-    """List the kernels of attention and of matmuls that may be the fastest, for `kernels.choose`.
+    """List the kernels of attention and of matmuls that may be the fastest, for `kernels.choose_kernel`.
 
     The kernel of `causal_attention` with torch's own matmul comes first.
 

@@ -17,15 +17,13 @@ from contextvars import ContextVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from samestep._internals.torch_tracing import is_fake
 from samestep.data.ragged import Rows, Tables, make_rows, make_tables, split_by_length
-from samestep.models.attention import from_tables, make_parts, to_tables
-from samestep.step import noise
+from samestep.models.attention import Layer, attend, make_parts
 
 KERNELS = ("sdpa", "eager", "varlen")
 """sdpa: torch's kernels over tables. eager: plain products over them. varlen: torch's kernel for sequences of any length (CUDA
@@ -95,21 +93,21 @@ class Sequences:
             self._tables[num_groups] = tables._replace(sources=sources, place=place)
         return self._tables[num_groups]
 
-    def is_seen(self, length: int, window: int | None) -> torch.Tensor:
-        """Tell which keys a query sees: bool [T, T], with a window the last `window` ones, its own included."""
-        key = length, window
-        if key not in self._masks:
-            seen = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-            self._masks[key] = seen if window is None else seen.triu(1 - window)
-        return self._masks[key]
+    def mask(self, length: int, window: int | None, num_repeats: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what `num_repeats` queries per token see, with a window the last `window` keys, their own included.
 
-    def bias(self, length: int, window: int | None, num_repeats: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is added to the scores of `num_repeats` heads per token: 0 or -infinity, [1, T num_repeats, T]."""
+        Returns:
+            torch.bool: whether a key is seen, [T num_repeats, T]; another dtype: 0 or -infinity, added to scores,
+                [1, 1, T num_repeats, T].
+        """
         key = length, window, num_repeats, dtype
         if key not in self._masks:
-            seen = self.is_seen(length, window)
-            bias = torch.zeros(length, length, dtype=dtype, device=self.device).masked_fill_(~seen, -torch.inf)
-            self._masks[key] = bias.repeat_interleave(num_repeats, 0)[None]
+            seen = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
+            mask = seen if window is None else seen.triu(1 - window)
+            if dtype != torch.bool:
+                zeros = torch.zeros(length, length, dtype=dtype, device=self.device)
+                mask = zeros.masked_fill_(~mask, -torch.inf).repeat_interleave(num_repeats, 0)[None, None]
+            self._masks[key] = mask
         return self._masks[key]
 
 
@@ -156,14 +154,23 @@ def _interface(kernel: str):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
         q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        dropout = dropout if module.training else 0.0
-        if kernel == "eager" or softcap is not None or s_aux is not None or dropout:
-            y = _eager(module, q, k, v, sequences, scaling, sliding_window, softcap, s_aux, dropout)
-        elif kernel == "varlen":
-            y = _varlen(q, k, v, sequences, scaling, sliding_window)
-        else:
-            y = _sdpa(q, k, v, sequences, scaling, sliding_window)
-        return y[None], None
+        rate = dropout if module.training else 0.0
+        is_eager = kernel == "eager" or softcap is not None or s_aux is not None or bool(rate)
+        if kernel == "varlen" and not is_eager:
+            ends, longest = sequences.ends, sequences.longest
+            window, is_grouped = -1 if sliding_window is None else sliding_window - 1, q.shape[1] != k.shape[1]
+            options = {"scale": scaling, "window_size": (window, 0), "enable_gqa": is_grouped}
+            return varlen_attn(q, k, v, ends, ends, longest, longest, **options)[None], None
+        tables, masks = sequences.tables(k.shape[1] if is_eager else 1), []
+        for length in (source.shape[2] for source in tables.sources):
+            limit = sliding_window if sliding_window is not None and sliding_window < length else None
+            if is_eager:
+                masks.append(sequences.mask(length, limit, q.shape[1] // k.shape[1], dtype))
+            else:
+                masks.append(None if limit is None else sequences.mask(length, limit, 1, torch.bool))
+        own_dropout = getattr(module, "attn_dropout", None)
+        layer = Layer(scaling, True, softcap, s_aux, own_dropout, rate, (1, len(q)))
+        return attend("eager" if is_eager else "sdpa", layer, q, k, v, tables, tables, masks)[None], None
 
     return attention
 
@@ -173,100 +180,9 @@ for _kernel in KERNELS:
     AttentionInterface.register(PREFIX + _kernel, _interface(_kernel))
 
 
-def _varlen(q, k, v, sequences: Sequences, scaling: float, window: int | None) -> torch.Tensor:
-    """Compute attention by the kernel for sequences of any length: [M, heads, d], [M, key heads, d] twice -> [M, heads, d]."""
-    ends, longest = sequences.ends, sequences.longest
-    size = (-1 if window is None else window - 1, 0)
-    is_grouped = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=size, enable_gqa=is_grouped)
-
-
-def _sdpa(q, k, v, sequences: Sequences, scaling: float, window: int | None) -> torch.Tensor:
-    """Compute attention by torch's kernels over tables: [M, heads, d], [M, key heads, d] twice -> [M, heads, d]."""
-    tables, num_repeats = sequences.tables(1), q.shape[1] // k.shape[1]
-    outputs = []
-    for queries, keys, values in zip(to_tables(q, tables), to_tables(k, tables), to_tables(v, tables), strict=True):
-        length = queries.shape[2]
-        if num_repeats > 1:
-            keys, values = (x.repeat_interleave(num_repeats, 1) for x in (keys, values))
-        if window is None or window >= length:
-            y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
-        else:
-            seen = sequences.is_seen(length, window)
-            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scaling)
-        outputs.append(y)
-    return from_tables(outputs, tables, len(q))
-
-
-def _eager(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: Sequences,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Compute attention by plain products: [M, heads, d], [M, key heads, d] twice -> [M, heads, d].
-
-    The R heads that share keys lie side by side: their queries are R rows per token of the same product.
-    """
-    num_groups, num_repeats = k.shape[1], q.shape[1] // k.shape[1]
-    tables = sequences.tables(num_groups)
-    # Of each table [S', g, T, R d] and twice [S', g, T, d]
-    grouped = to_tables(q.reshape(len(q), num_groups, -1), tables)
-    row_keys, outputs = _row_keys(module, tables, num_repeats, len(q)), []
-    for queries, keys, values, noise_keys in zip(
-        grouped, to_tables(k, tables), to_tables(v, tables), row_keys, strict=True
-    ):
-        num_rows, _, length, _ = queries.shape
-        queries = queries.reshape(num_rows * num_groups, length * num_repeats, -1)
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        limit = window if window is not None and window < length else None
-        bias = sequences.bias(length, limit, num_repeats, q.dtype)
-        if softcap is None:
-            scores = torch.baddbmm(bias.expand(len(queries), -1, -1), queries, keys.mT, alpha=scaling)
-        else:
-            scores = torch.tanh(queries @ keys.mT * (scaling / softcap)) * softcap + bias
-        if sinks is not None:  # one score more, of no value
-            sink = (
-                sinks.to(scores.dtype)
-                .view(num_groups, 1, num_repeats)
-                .expand(-1, length, -1)
-                .reshape(num_groups, -1, 1)
-            )
-            scores = torch.cat([scores, sink.repeat(num_rows, 1, 1)], -1)
-        with torch.autocast(q.device.type, enabled=False):
-            p = scores.softmax(-1)  # computed in float32 inside, kept in q's type: the backward needs no other copy
-        p = p if sinks is None else p[..., :-1]
-        y = _drop(module, p, noise_keys, dropout) @ values  # [S' g, T R, d]
-        outputs.append(y.view(num_rows, num_groups, length, -1))
-    return from_tables(outputs, tables, len(q)).reshape(len(q), num_groups * num_repeats, -1)
-
-
 def own_dropout(model: nn.Module) -> None:
     """Give each layer of attention whose dropout is but a number a module for it, so that its noise can be by sample."""
     for module in model.modules():
         probability = getattr(module, "attention_dropout", None)
         if isinstance(probability, float) and probability and not hasattr(module, "attn_dropout"):
             module.attn_dropout = nn.Dropout(probability)
-
-
-def _row_keys(module: nn.Module, tables: Tables, num_repeats: int, num_tokens: int) -> list[torch.Tensor | None]:
-    """Return the noise's keys of the rows of probabilities: of each table int64 [S' g, T R]; None: no noise by sample."""
-    dropout = getattr(module, "attn_dropout", None)
-    if not isinstance(dropout, noise.Dropout) or not module.training or not dropout.p:
-        return [None] * len(tables.sources)
-    num_groups = tables.sources[0].shape[1]
-    keys = dropout.noise.rows[1, num_tokens][0]
-    heads = torch.arange(num_groups * num_repeats, device=keys.device).view(num_groups, 1, num_repeats)
-    tokens = [source[:, :1] // num_groups for source in tables.sources]  # [S', 1, T]
-    return [noise.mix(keys[token][..., None] + heads).view(len(token) * num_groups, -1) for token in tokens]
-
-
-def _drop(module: nn.Module, p: torch.Tensor, keys: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """Apply a layer's dropout to its probabilities [S' g, T R, T]."""
-    return F.dropout(p, dropout) if keys is None else module.attn_dropout.drop(p, keys)

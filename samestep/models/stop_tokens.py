@@ -25,7 +25,7 @@ def find_trained(source: Any) -> list[int]:
     """
     if getattr(source, "end_of_text", None) is not None:
         return [int(source.end_of_text)]
-    if not hasattr(source, "stops"):
+    if not hasattr(source, "numbers"):
         return []
     tokenizer, added = source.tokenizer, source.tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
@@ -35,8 +35,9 @@ def find_trained(source: Any) -> list[int]:
     for (tokens, trained, offsets), first_row in zip(columns, source.tokens.first_rows, strict=False):
         is_trained, rows = trained.astype(bool), slice(first_row, first_row + len(offsets) - 1)
         ends = np.flatnonzero(is_trained & ~np.append(is_trained[1:], False))
-        starts = offsets[:-1][source.states[rows] == CUT]
-        lasts = [source.borders[rows][source.states[rows] == CUT] + starts, offsets[1:][source.states[rows] == CUT]]
+        is_cut = source.numbers["state"][rows] == CUT
+        starts = offsets[:-1][is_cut]
+        lasts = [source.numbers["border"][rows][is_cut] + starts, offsets[1:][is_cut]]
         ends = np.setdiff1d(ends, np.concatenate(lasts) - 1)
         for _ in range(MAX_BLANKS):
             blank = [number for number in np.unique(tokens[ends]).tolist() if _is_blank(tokenizer, number, added)]
@@ -44,7 +45,7 @@ def find_trained(source: Any) -> list[int]:
             ends = np.where(is_blank & is_trained[ends - 1], ends - 1, ends)
         num_ends += np.bincount(tokens[ends], minlength=size)
         num_trained += np.bincount(tokens[is_trained], minlength=size)
-    found = {int(stop) for stop in np.unique(source.stops[source.places]) if stop >= 0}
+    found = {int(stop) for stop in np.unique(source.numbers["stops"][source.places]) if stop >= 0}
     # A special token may be written inside of a turn, too
     found |= {number for number in special if num_ends[number] and 2 * num_ends[number] >= num_trained[number]}
     found |= {number for number in added if num_ends[number] and num_ends[number] == num_trained[number]}

@@ -5,7 +5,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from samestep._internals.transformers_models import recompute_activations
 from samestep.errors import UsageError
 
 
@@ -61,10 +63,16 @@ class SummedLosses(nn.Module):
         Raises:
             UsageError: the model cannot do this.
         """
-        raise UsageError(
-            f"gradient_checkpointing is true, but {type(self).__name__} cannot recompute its activations: set it to false"
-        )
+        models = (model for model in self.children() if isinstance(model, PreTrainedModel))
+        model = next((model for model in models if model.supports_gradient_checkpointing), None)
+        if model is None:
+            raise UsageError(
+                f"gradient_checkpointing is true, but {type(self).__name__} cannot recompute its activations: set it to false"
+            )
+        recompute_activations(model)
 
     def compile_layers(self) -> None:
-        """Compile each layer."""
-        raise NotImplementedError
+        """Compile each layer, once for micro-batches of all sizes."""
+        for module in self.modules():
+            if type(module).__name__ in self._no_split_modules:
+                module.compile(dynamic=True)

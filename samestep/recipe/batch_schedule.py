@@ -1,17 +1,22 @@
 """A global batch that grows: how large the steps are after so many samples of the training, as `batch_schedule` says.
 
 Growth is laid out in samples, not in steps, so that the stream of samples, and how far the learning rate has fallen after so
-many of them, stay as they are with a constant batch:
+many of them, stay as they are with a constant batch. In a recipe's file, and on a command line:
 
-    "16, 32 at 0.25, 64 at 0.5"     16 samples per step; 32 from a quarter of the training's samples on, 64 from half of them
-    "16, 32 at 8000 samples"        the same by samples, or, where all samples have as many tokens, by tokens
-    "power 0.5 from 16"             global_batch_size x (samples so far / all samples) ^ 0.5, at least 16
-    "seesaw from 16"                16 / (learning rate / peak), at most global_batch_size; see `find_stages`
-    "noise 0.1 from 16"             as the measured noise of the gradient allows: what takes 10 % more tokens than 16 samples
+    {kind: stages, sizes: [16, 32, 64], boundaries: [0.25, 0.5]}     "16, 32 at 0.25, 64 at 0.5"
+        16 samples per step; 32 from a quarter of the training's samples on, 64 from half of them (or 25 %)
+    {kind: stages, sizes: [16, 32], boundaries: [8000], unit: samples}     "16, 32 at 8000 samples"
+        the same by samples, or, where all samples have as many tokens, by tokens
+    {kind: power, first_size: 16, power: 0.5}     "power 0.5 from 16"
+        global_batch_size x (samples so far / all samples) ^ 0.5, at least 16
+    {kind: seesaw, first_size: 16}     "seesaw from 16"
+        16 / (learning rate / peak), at most global_batch_size; see `find_stages`
+    {kind: noise, first_size: 16, more_tokens: 0.1}     "noise 0.1 from 16"
+        as the measured noise of the gradient allows: what takes 10 % more tokens than 16 samples
 
-All but Seesaw may end with ", rate by sqrt" (or linear): then the learning rate, which is that of learning_rate_batch_size,
-grows with the square root of the batch (or in proportion). global_batch_size is the largest batch: what it needs in memory, and
-how it is cut, is planned for it.
+All but Seesaw may have rate: sqrt, or linear (", rate by sqrt"): then the learning rate, which is that of
+learning_rate_batch_size, grows with the square root of the batch (or in proportion). global_batch_size is the largest batch:
+what it needs in memory, and how it is cut, is planned for it.
 """
 
 import dataclasses
@@ -20,22 +25,19 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from samestep.errors import UsageError
+from samestep.recipe.settings import choice, from_text, limit, setting
+from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
 
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
-EXAMPLES = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 EXPONENTS = {None: 0.0, "sqrt": 0.5, "linear": 1.0}
 """Ways in which the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
 TOLERANCE = 1e-12  # of thresholds: libraries for mathematics differ in the last bit
 
-_SIZE = r"([1-9][0-9]{0,7})"
-_NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
-_RATE = re.compile(r"(.*?), *rate by (\w+)")
-_POWER = re.compile(rf"power {_NUMBER} from {_SIZE}")
-_NOISE = re.compile(rf"noise {_NUMBER} from {_SIZE}")
-_SEESAW = re.compile(rf"seesaw from {_SIZE}")
-_STAGE = re.compile(rf"{_SIZE} at {_NUMBER} *(%|samples|tokens)?")
+_RATE = r"(?:, *rate by (?P<rate>\w+))?"
 
 
 class Stage(NamedTuple):
@@ -50,85 +52,107 @@ class Stage(NamedTuple):
     size: int
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchSchedule:
-    """A `batch_schedule`, read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSchedule(Variant):
+    """A recipe's `batch_schedule`; fields of other kinds have their defaults."""
 
-    Attributes:
-        kind: stages, power, seesaw or noise.
-        sizes: of each stage; of the others the first size alone.
-        places: where each stage but the first begins, in `unit`.
-        unit: share (of the training's samples), samples or tokens.
-        power: exponent of power; None for the others.
-        more_tokens: of noise, the share of its tokens that a batch may take more than the first one; None for the others.
-        rate: how the learning rate follows the batch: a key of `EXPONENTS`.
-    """
+    KINDS: ClassVar = {
+        "stages": (("sizes", "boundaries"), ("unit", "rate")),
+        "power": (("first_size", "power"), ("rate",)),
+        "seesaw": (("first_size",), ()),
+        "noise": (("first_size", "more_tokens"), ("rate",)),
+    }
+    SENTENCES: ClassVar = (
+        rf"(?P<stages>{COUNT}(?: *, *{COUNT} at {NUMBER} *(?:%|samples|tokens)?)+){_RATE}",
+        rf"(?P<kind>power) (?P<power>{NUMBER}) from (?P<first_size>{COUNT}){_RATE}",
+        rf"(?P<kind>seesaw) from (?P<first_size>{COUNT}){_RATE}",
+        rf"(?P<kind>noise) (?P<more_tokens>{NUMBER}) from (?P<first_size>{COUNT}){_RATE}",
+    )
+    EXAMPLES: ClassVar = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 
-    kind: str
-    sizes: tuple[int, ...]
-    places: tuple[Fraction, ...] = ()
-    unit: str = "share"
-    power: float | None = None
-    more_tokens: float | None = None
-    rate: str | None = None
+    kind: str = setting("stages, power, seesaw or noise")
+    sizes: tuple[int, ...] = setting(
+        f"samples of a step, for each stage; they grow, and are at most {MAX_STAGES}",
+        (
+            f"must be 2 to {MAX_STAGES} numbers from 1 to {LARGEST_COUNT:,} that grow",
+            lambda sizes: 2 <= len(sizes) <= MAX_STAGES and _grow((0, *sizes)) and sizes[-1] <= LARGEST_COUNT,
+        ),
+        default=(),
+    )
+    boundaries: tuple[int | float, ...] = setting(
+        "where each stage but the first begins, in `unit`",
+        ("must be one after the other, later than at 0", lambda places: _grow((0, *places))),
+        default=(),
+    )
+    unit: str = setting(
+        "share of the training's samples, samples, or tokens", choice("share", "samples", "tokens"), default="share"
+    )
+    first_size: int = setting("samples of the first step", limit(LARGEST_COUNT), default=0)
+    power: float = setting("exponent", limit(100, 0.01), default=1.0)
+    more_tokens: float = setting(
+        "share of its tokens that a batch may take more than the first one", limit(1, 0.001), default=0.0
+    )
+    rate: str | None = setting(
+        "how the learning rate follows the batch: sqrt or linear; null: it stays",
+        choice("sqrt", "linear"),
+        default=None,
+    )
+
+    def problems(self) -> list[str]:
+        """List the rules between fields that it breaks."""
+        if self.kind != "stages":
+            return []
+        problems, places = [], self.boundaries
+        if len(places) != len(self.sizes) - 1:
+            problems.append(
+                f"{len(self.sizes)} sizes have {len(self.sizes) - 1} boundaries between them, not {len(places)}"
+            )
+        if self.unit == "share" and places and places[-1] >= 1:
+            problems.append(
+                "shares of the training are below 1 (100 %); for a number of samples set unit to samples (`at 8000 samples`)"
+            )
+        if self.unit != "share" and any(place != int(place) for place in places):
+            problems.append(f"{self.unit} are whole numbers")
+        return problems
+
+    @classmethod
+    def read_sentence(cls, text: str) -> dict[str, Any]:
+        """Read "16, 32 at 0.25, rate by sqrt" and its like, as `Variant.read_sentence`.
+
+        >>> print(BatchSchedule.read("16, 32 at 25 %, 64 at 0.5"))
+        16, 32 at 0.25, 64 at 0.5
+        >>> BatchSchedule.read("power 0.5 from 16, rate by sqrt").mapping
+        {'kind': 'power', 'first_size': 16, 'power': 0.5, 'rate': 'sqrt'}
+        """
+        values = super().read_sentence(text)
+        if stages := values.pop("stages", None):
+            later = re.findall(f"({COUNT}) at ({NUMBER}) *(%|samples|tokens)?", stages)
+            units = {unit.replace("%", "") or "share" for _, _, unit in later}
+            if len(units) > 1:
+                raise UsageError(f"places are all shares, all samples or all tokens, not {' and '.join(sorted(units))}")
+            sizes = [int(stages.partition(",")[0]), *(int(size) for size, _, _ in later)]
+            places = [float(Fraction(at) / 100) if unit == "%" else from_text(at, int) for _, at, unit in later]
+            values |= {"kind": "stages", "sizes": sizes, "boundaries": places, "unit": units.pop()}
+        return values
+
+    @property
+    def smallest(self) -> int:
+        """Samples of the first step."""
+        return self.sizes[0] if self.kind == "stages" else self.first_size
+
+    def __str__(self) -> str:
+        rate = f", rate by {self.rate}" if self.rate else ""
+        if self.kind != "stages":
+            number = {"power": self.power, "noise": self.more_tokens}.get(self.kind)
+            return f"{self.kind}{'' if number is None else f' {format_number(number)}'} from {self.first_size}{rate}"
+        unit = "" if self.unit == "share" else f" {self.unit}"
+        later = zip(self.sizes[1:], self.boundaries, strict=True)
+        stages = (f"{size} at {format_number(place)}{unit}" for size, place in later)
+        return f"{', '.join([str(self.sizes[0]), *stages])}{rate}"
 
 
-def parse(text: str) -> BatchSchedule:
-    """Read a recipe's `batch_schedule`.
-
-    Raises:
-        ValueError: the text breaks a rule, which the message says.
-
-    >>> parse("16, 32 at 25 %, 64 at 0.5").places
-    (Fraction(1, 4), Fraction(1, 2))
-    >>> parse("power 0.5 from 16").power, parse("16, 32 at 9000 samples, rate by sqrt").rate
-    (0.5, 'sqrt')
-    """
-    if match := _SEESAW.fullmatch(text):
-        return BatchSchedule("seesaw", (int(match[1]),))
-    rest, rate = text, None
-    if match := _RATE.fullmatch(text):
-        rest, rate = match[1], match[2]
-        if rate not in EXPONENTS:
-            raise ValueError("the learning rate follows the batch by sqrt or linear")
-    if match := _POWER.fullmatch(rest):
-        power = float(match[1])
-        if not 0.01 <= power <= 100:
-            raise ValueError("a power is from 0.01 to 100")
-        return BatchSchedule("power", (int(match[2]),), power=power, rate=rate)
-    if match := _NOISE.fullmatch(rest):
-        more_tokens = float(match[1])
-        if not 0.001 <= more_tokens <= 1:
-            raise ValueError("a share of more tokens is from 0.001 to 1")
-        return BatchSchedule("noise", (int(match[2]),), more_tokens=more_tokens, rate=rate)
-    return _read_stages(rest, rate)
-
-
-def _read_stages(text: str, rate: str | None) -> BatchSchedule:
-    """Read a size, and the sizes and places of later stages. Raises ValueError as `parse`."""
-    first, *others = re.split(r" *, *", text)
-    matches = [match for part in others if (match := _STAGE.fullmatch(part))]
-    if not re.fullmatch(_SIZE, first) or not matches or len(matches) < len(others):
-        raise ValueError(f"it is written like {EXAMPLES}")
-    if len(matches) >= MAX_STAGES:
-        raise ValueError(f"it has at most {MAX_STAGES} stages")
-    sizes, places = [int(first)], []
-    units = {"share" if match[3] in (None, "%") else match[3] for match in matches}
-    for match in matches:
-        sizes.append(int(match[1]))
-        places.append(Fraction(match[2]) / (100 if match[3] == "%" else 1))
-    if len(units) > 1:
-        raise ValueError(f"places are all shares, all samples or all tokens, not {' and '.join(sorted(units))}")
-    if sizes != sorted(set(sizes)):
-        raise ValueError(f"batches grow, unlike {', '.join(map(str, sizes))}")
-    if places != sorted(set(places)) or places[0] <= 0:
-        raise ValueError("stages begin one after the other, later than at 0")
-    (unit,) = units
-    if unit == "share" and places[-1] >= 1:
-        raise ValueError("shares of the training are below 1 (100 %); write `at 8000 samples` for a number of samples")
-    if unit != "share" and any(place.denominator != 1 for place in places):
-        raise ValueError(f"{unit} are whole numbers")
-    return BatchSchedule("stages", tuple(sizes), tuple(places), unit, rate=rate)
+def _grow(numbers: Sequence[float]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(numbers))
 
 
 def make_sizes(smallest: int, largest: int) -> list[int]:
@@ -177,20 +201,22 @@ def find_stages(
     Returns:
         Stages in order; the first begins at 0.
 
-    >>> find_stages(parse("4, 8 at 0.5"), 8, 100, 1, lambda place: 1.0)
+    >>> find_stages(BatchSchedule.read("4, 8 at 0.5"), 8, 100, 1, lambda place: 1.0)
     (Stage(place=0, size=4), Stage(place=50, size=8))
-    >>> [stage.place for stage in find_stages(parse("seesaw from 4"), 8, 100, 1, lambda place: 1 - place / 100)]
+    >>> [stage.place for stage in find_stages(BatchSchedule.read("seesaw from 4"), 8, 100, 1, lambda place: 1 - place / 100)]
     [0, 20, 34, 43, 50]
     """
     if growth.kind == "stages":
         factor = {"share": Fraction(num_samples), "samples": Fraction(1), "tokens": Fraction(1, tokens_per_sample)}
-        places = [0, *(math.ceil(place * factor[growth.unit]) for place in growth.places)]
+        # Of the decimal numbers that people wrote, not of the floats that are nearest to them
+        exact = [Fraction(format_number(place)) for place in growth.boundaries]
+        places = [0, *(math.ceil(place * factor[growth.unit]) for place in exact)]
         return tuple(map(Stage, places, growth.sizes))
     if growth.kind == "noise":
-        return tuple(decided) or (Stage(0, growth.sizes[0]),)
-    first, *sizes = make_sizes(growth.sizes[0], largest)
+        return tuple(decided) or (Stage(0, growth.smallest),)
+    first, *sizes = make_sizes(growth.smallest, largest)
     if growth.kind == "power":
-        exponent = 1 / (growth.power or 1)
+        exponent = 1 / growth.power
         shares = ((size / largest) ** exponent for size in sizes)
         places = [math.ceil(num_samples * share * (1 - TOLERANCE)) for share in shares]
     else:

@@ -1,16 +1,20 @@
 """The catalog of recipes: reads one by its name or from a file, with changes, and knows all tasks."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from samestep.errors import UsageError, nearest
 from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
-from samestep.recipe.recipe import ALTERNATIVES, TASKS, Recipe
+from samestep.recipe.recipe import ALTERNATIVES, TASKS, VARIANTS, Recipe
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
 from samestep.recipe.tasks.decoder import SHAPE
+from samestep.recipe.variants import Variant
 
 __all__ = [
     "CATALOG",
@@ -27,6 +31,9 @@ __all__ = [
 ]
 
 CATALOG = shipped_folder("catalog")
+BASES = CATALOG / "bases"
+"""The bases that recipes extend: for each task, named as it is, the fields that three quarters of its recipes share. No base is a recipe:
+none names a batch and a length of its own."""
 SOURCES = ALTERNATIVES[-1]
 PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name", "mixture_weights")
 """Fields that name a part of `dataset_name`, or weigh it; another source has no such part, or weight."""
@@ -107,7 +114,7 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
 
     Args:
         name_or_file: a catalog name ("bert_base") or a path to a .yaml file. A file may begin with `extends: NAME_OR_FILE`
-            and then hold only what differs.
+            and then hold only what differs; NAME may be a task's, whose base it then extends.
         changes: field -> value, laid over the file's (flags).
         task: refuse a recipe of another task.
 
@@ -148,19 +155,15 @@ def _list_choices(task: str) -> str:
 
 def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
     """Read a recipe's values, laid over its base's; `ancestors` are the recipes that extend it."""
-    is_path = name_or_file.endswith((".yaml", ".yml"))
-    if not is_path and name_or_file not in catalog_names():
-        hint = nearest(name_or_file, catalog_names())
-        raise UsageError(
-            f"unknown recipe {format_value(name_or_file)}: {hint}{'' if hint.endswith('?') else '.'} Another model of its kind "
-            "trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
-        )
-    path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
+    path = _find_file(name_or_file, is_extended=bool(ancestors))
     if name_or_file in ancestors:
         raise UsageError(
             f"recipe {format_name(name_or_file)} extends itself through {' -> '.join(ancestors)}: remove one `extends`"
         )
     values = {"name": path.stem} | read_yaml(path, f"recipe {format_name(path)}")
+    for field, kind in VARIANTS.items():
+        if isinstance(sentence := values.get(field), str):
+            values[field] = _replace_sentence(kind, sentence, f"recipe {format_name(path)}: {field}")
     base = values.pop("extends", None)
     if base is None:
         return values
@@ -171,5 +174,31 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
     if str(base).endswith((".yaml", ".yml")):
         base = path.parent / base
     base_values = _read(str(base), (*ancestors, name_or_file))
-    is_shipped = path.parent == CATALOG  # such a recipe speaks for itself
+    is_shipped = path.is_relative_to(CATALOG)  # such a recipe speaks for itself
     return overlay(base_values, values) if is_shipped else _change(base_values, values, str(base))
+
+
+def _replace_sentence(kind: type[Variant], sentence: str, subject: str) -> Any:
+    """Warn of a sentence in a file, and return its mapping; a sentence that breaks a rule stays, for `build` to refuse."""
+    try:
+        mapping = kind.read(sentence).mapping
+    except UsageError:
+        return sentence
+    form = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=1000).strip()
+    warnings.warn(f"{subject} as a sentence is read until 0.2: write {form}", FutureWarning, stacklevel=2)
+    return mapping
+
+
+def _find_file(name_or_file: str, is_extended: bool) -> Path:
+    """Find the file of a recipe or, where it `is_extended`, of a base; a file of one's own is not looked at."""
+    if name_or_file.endswith((".yaml", ".yml")):
+        return Path(name_or_file)
+    folders = (CATALOG, BASES) if is_extended else (CATALOG,)
+    files = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+    if name_or_file not in files:
+        hint = nearest(name_or_file, catalog_names())
+        raise UsageError(
+            f"unknown recipe {format_value(name_or_file)}: {hint}{'' if hint.endswith('?') else '.'} Another model of its kind "
+            "trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
+        )
+    return files[name_or_file]

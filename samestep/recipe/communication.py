@@ -1,13 +1,17 @@
 """Algorithms that send less than the whole gradient of every step, as a recipe's `communication` names them.
 
 They are other algorithms than the step of the recipe without it. What they compute is decided by the recipe, not by the
-hardware: the workers are the recipe's, and any number of processes computes them.
+hardware: the workers are the recipe's, and any number of processes computes them. In a recipe's file, and on a command line:
 
-    "local_sgd of 4 workers every 8 steps"      workers take 8 steps on their own, then their parameters are averaged
-    "diloco of 4 workers every 50 steps"        the same, and SGD with Nesterov's momentum takes the average as its gradient;
-                                                ", outer rate 0.4, outer momentum 0.9" replaces the published 0.7 and 0.9
-    "power_sgd of rank 4 from step 100"         gradients as products of two thin matrices, with error feedback
-    "top_k 0.01 of 4 workers"                   of each worker's gradient the largest 1 %, with error feedback
+    {kind: local_sgd, num_workers: 4, num_steps: 8}         "local_sgd of 4 workers every 8 steps"
+        workers take 8 steps on their own, then their parameters are averaged
+    {kind: diloco, num_workers: 4, num_steps: 50}           "diloco of 4 workers every 50 steps"
+        the same, and SGD with Nesterov's momentum takes the average as its gradient; outer_learning_rate and outer_momentum
+        (", outer rate 0.4, outer momentum 0.9") replace the published 0.7 and 0.9
+    {kind: power_sgd, rank: 4, first_step: 100}             "power_sgd of rank 4 from step 100"
+        gradients as products of two thin matrices, with error feedback
+    {kind: top_k, share: 0.01, num_workers: 4}              "top_k 0.01 of 4 workers"
+        of each worker's gradient the largest 1 %, with error feedback
 
 References: Stich, Local SGD Converges Fast and Communicates Little, 2019, arXiv:1805.09767. Douillard et al., DiLoCo:
 Distributed Low-Communication Training of Language Models, 2023, arXiv:2311.08105. Vogels et al., PowerSGD, 2019,
@@ -15,98 +19,79 @@ arXiv:1905.13727. Stich et al., Sparsified SGD with Memory, 2018, arXiv:1809.075
 """
 
 import dataclasses
-import re
+from typing import ClassVar
 
-EXAMPLES = (
-    '"local_sgd of 4 workers every 8 steps", "diloco of 4 workers every 50 steps", "power_sgd of rank 4 from step 100" or '
-    '"top_k 0.01 of 4 workers"'
-)
-DILOCO = 0.7, 0.9
-"""Learning rate and momentum of DiLoCo's outer optimizer, as published."""
+from samestep.recipe.settings import FRACTION, limit, setting
+from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
+
+DILOCO = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+"""DiLoCo's outer optimizer, as published."""
 MAX_WORKERS = 4096
 
-_COUNT = r"([1-9][0-9]{0,7})"
-_NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
-_LOCAL = re.compile(
-    rf"(local_sgd|diloco) of {_COUNT} workers every {_COUNT} steps(?:, outer rate {_NUMBER}, outer momentum {_NUMBER})?"
-)
-_POWER = re.compile(rf"power_sgd of rank {_COUNT} from step {_COUNT}")
-_TOP = re.compile(rf"top_k {_NUMBER} of {_COUNT} workers")
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Communication(Variant):
+    """A recipe's `communication`; fields of other kinds have their defaults."""
 
-@dataclasses.dataclass(frozen=True)
-class Communication:
-    """A `communication`, read.
+    KINDS: ClassVar = {
+        "local_sgd": (("num_workers", "num_steps"), ()),
+        "diloco": (("num_workers", "num_steps"), tuple(DILOCO)),
+        "power_sgd": (("rank", "first_step"), ()),
+        "top_k": (("share", "num_workers"), ()),
+    }
+    DEFAULTS: ClassVar = {"diloco": DILOCO}
+    SENTENCES: ClassVar = (
+        rf"(?P<kind>local_sgd|diloco) of (?P<num_workers>{COUNT}) workers every (?P<num_steps>{COUNT}) steps"
+        rf"(, outer rate (?P<outer_learning_rate>{NUMBER}), outer momentum (?P<outer_momentum>{NUMBER}))?",
+        rf"(?P<kind>power_sgd) of rank (?P<rank>{COUNT}) from step (?P<first_step>{COUNT})",
+        rf"(?P<kind>top_k) (?P<share>{NUMBER}) of (?P<num_workers>{COUNT}) workers",
+    )
+    EXAMPLES: ClassVar = (
+        '"local_sgd of 4 workers every 8 steps", "diloco of 4 workers every 50 steps", "power_sgd of rank 4 from step 100" '
+        'or "top_k 0.01 of 4 workers"'
+    )
 
-    Attributes:
-        kind: local_sgd, diloco, power_sgd or top_k.
-        num_workers: workers, each with its share of every step's samples; None for power_sgd, whose result is the same for any
-            number.
-        num_steps: of local_sgd and diloco, steps between two exchanges; None for the others.
-        outer_learning_rate, outer_momentum: of local_sgd and diloco, how parameters follow the average of the workers.
-        rank, first_step: of power_sgd, columns of each matrix, and the steps before it begins.
-        share: of top_k, the share of each tensor's numbers that a worker sends.
-    """
-
-    kind: str
-    num_workers: int | None = None
-    num_steps: int | None = None
-    outer_learning_rate: float = 1.0
-    outer_momentum: float = 0.0
-    rank: int = 0
-    first_step: int = 0
-    share: float = 1.0
+    kind: str = setting("local_sgd, diloco, power_sgd or top_k")
+    num_workers: int | None = setting(
+        "workers, each with its share of every step's samples; None for power_sgd, whose result is the same for any number",
+        limit(MAX_WORKERS),
+        default=None,
+    )
+    num_steps: int | None = setting("steps between two exchanges", limit(LARGEST_COUNT), default=None)
+    outer_learning_rate: float = setting(
+        "how far parameters follow the average of the workers",
+        ("must be above 0 and at most 10", lambda value: 0 < value <= 10),
+        default=1.0,
+    )
+    outer_momentum: float = setting("momentum with which they follow it", FRACTION, default=0.0)
+    rank: int = setting("columns of each matrix", limit(LARGEST_COUNT), default=0)
+    first_step: int = setting("step with which it begins, 2 or later as in torch", limit(LARGEST_COUNT, 2), default=0)
+    share: float = setting(
+        "share of each tensor's numbers that a worker sends",
+        ("must be above 0 and below 1", lambda value: 0 < value < 1),
+        default=1.0,
+    )
 
     @property
     def is_local(self) -> bool:
         """Whether workers take steps of their own between exchanges."""
         return self.num_steps is not None
 
+    @property
+    def sentence(self) -> str:
+        return str(self).removesuffix(_say_outer(**DILOCO))
+
     def __str__(self) -> str:
         if self.kind == "power_sgd":
             return f"power_sgd of rank {self.rank} from step {self.first_step}"
         if self.kind == "top_k":
-            return f"top_k {self.share:g} of {self.num_workers} workers"
-        text = f"{self.kind} of {self.num_workers} workers every {self.num_steps} steps"
-        if self.kind == "diloco":
-            text += f", outer rate {self.outer_learning_rate:g}, outer momentum {self.outer_momentum:g}"
-        return text
+            return f"top_k {format_number(self.share)} of {self.num_workers} workers"
+        outer = _say_outer(self.outer_learning_rate, self.outer_momentum) if self.kind == "diloco" else ""
+        return f"{self.kind} of {self.num_workers} workers every {self.num_steps} steps{outer}"
 
 
-def parse(text: str) -> Communication:
-    """Read a recipe's `communication`.
-
-    Raises:
-        ValueError: the text breaks a rule, which the message says.
-
-    >>> print(parse("diloco of 4 workers every 50 steps"))
-    diloco of 4 workers every 50 steps, outer rate 0.7, outer momentum 0.9
-    >>> parse("top_k 0.01 of 4 workers").share, parse("power_sgd of rank 4 from step 100").first_step
-    (0.01, 100)
-    """
-    found: Communication | None = None
-    if match := _LOCAL.fullmatch(text):
-        outer = (1.0, 0.0) if match[1] == "local_sgd" else DILOCO
-        if match[4]:
-            if match[1] == "local_sgd":
-                raise ValueError("local_sgd has no outer optimizer, unlike diloco")
-            outer = float(match[4]), float(match[5])
-        if not (0 < outer[0] <= 10 and 0 <= outer[1] < 1):
-            raise ValueError("an outer rate is above 0 and at most 10, an outer momentum from 0 to below 1")
-        found = Communication(match[1], int(match[2]), int(match[3]), *outer)
-    elif match := _POWER.fullmatch(text):
-        found = Communication("power_sgd", rank=int(match[1]), first_step=int(match[2]))
-        if found.first_step < 2:
-            raise ValueError("power_sgd begins at step 2 or later, as in torch")
-    elif match := _TOP.fullmatch(text):
-        found = Communication("top_k", int(match[2]), share=float(match[1]))
-        if not 0 < found.share < 1:
-            raise ValueError("top_k takes a share above 0 and below 1")
-    if found is None:
-        raise ValueError(f"it is written like {EXAMPLES}")
-    if (found.num_workers or 1) > MAX_WORKERS:
-        raise ValueError(f"there are at most {MAX_WORKERS} workers")
-    return found
+def _say_outer(outer_learning_rate: float, outer_momentum: float) -> str:
+    return f", outer rate {format_number(outer_learning_rate)}, outer momentum {format_number(outer_momentum)}"
 
 
 def count_sent_bytes(communication: Communication | None, sizes: list[tuple[int, ...]], itemsize: int = 4) -> float:
@@ -119,11 +104,12 @@ def count_sent_bytes(communication: Communication | None, sizes: list[tuple[int,
 
     Of power_sgd these are the bytes of later steps than the first, in which it sends whole gradients.
 
-    >>> count_sent_bytes(None, [(100, 10), (10,)]), count_sent_bytes(parse("top_k 0.1 of 2 workers"), [(100, 10), (10,)])
+    >>> sizes, read = [(100, 10), (10,)], Communication.read
+    >>> count_sent_bytes(None, sizes), count_sent_bytes(read("top_k 0.1 of 2 workers"), sizes)
     (4040.0, 808.0)
-    >>> count_sent_bytes(parse("diloco of 2 workers every 10 steps"), [(100, 10), (10,)])
+    >>> count_sent_bytes(read("diloco of 2 workers every 10 steps"), sizes)
     404.0
-    >>> count_sent_bytes(parse("power_sgd of rank 1 from step 2"), [(100, 10), (10,)])
+    >>> count_sent_bytes(read("power_sgd of rank 1 from step 2"), sizes)
     480.0
     """
     counts = [_product(size) for size in sizes]
@@ -150,9 +136,10 @@ def count_kept_bytes(communication: Communication, num_processes: int, moment_by
         num_processes: N; the first process computes the most workers.
         moment_bytes: bytes per parameter that the optimizer remembers.
 
-    >>> count_kept_bytes(parse("diloco of 4 workers every 50 steps"), 4, 8)  # parameters and momentum of the outer optimizer
+    >>> diloco = Communication.read("diloco of 4 workers every 50 steps")
+    >>> count_kept_bytes(diloco, 4, 8)  # parameters and momentum of the outer optimizer
     8.0
-    >>> count_kept_bytes(parse("diloco of 4 workers every 50 steps"), 2, 8)  # one more worker
+    >>> count_kept_bytes(diloco, 2, 8)  # one more worker
     20.0
     """
     own = -(-(communication.num_workers or num_processes) // num_processes)
@@ -164,9 +151,9 @@ def count_kept_bytes(communication: Communication, num_processes: int, moment_by
 def describe(communication: Communication) -> str:
     """Say that it is another algorithm, and on what its result depends.
 
-    >>> describe(parse("top_k 0.01 of 4 workers"))
+    >>> describe(Communication.read("top_k 0.01 of 4 workers"))
     'another algorithm than the exact step: top_k 0.01 of 4 workers; the same on 1 to 4 processes'
-    >>> describe(parse("power_sgd of rank 4 from step 100"))
+    >>> describe(Communication.read("power_sgd of rank 4 from step 100"))
     'another algorithm than the exact step: power_sgd of rank 4 from step 100; the same on any number of processes'
     """
     number = communication.num_workers

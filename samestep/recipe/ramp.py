@@ -1,4 +1,4 @@
-"""Finds how a batch may grow with the noise scale: proposed from the measurements of a run, or decided while it trains."""
+"""Finds how a batch may grow with the noise scale: proposed from the measurements of a run."""
 
 import dataclasses
 import itertools
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from samestep.recipe import catalog as recipes
-from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes
+from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
 from samestep.recipe.recipe import Recipe
 
-MEASUREMENTS = 8
-"""Measured steps between two decisions of a batch that follows the noise; each looks at twice as many."""
 MIN_GROWTH = 1.25
 """Last batch over the first one, below which a ramp is not worth its recipe."""
 
@@ -85,12 +83,11 @@ def make_recipe(recipe: Recipe, ramp: Ramp, run: str) -> tuple[Recipe, dict[str,
     if recipe.lr_num_steps is not None or recipe.lr_first_step:
         return None
     old_batch, numbers = recipe.global_batch_size, recipe.scaled_hyperparameters()
-    first, *others = ramp.stages
-    stages = [f"{first[1]}", *(f"{size} at {start:g}" for start, size in others)]
+    starts, sizes = zip(*ramp.stages, strict=True)
     rate = "linear" if recipe.optimizer_name == "sgd" else "sqrt"
     changes: dict[str, Any] = {
-        "global_batch_size": ramp.stages[-1][1],
-        "batch_schedule": f"{', '.join(stages)}, rate by {rate}",
+        "global_batch_size": sizes[-1],
+        "batch_schedule": BatchSchedule(kind="stages", sizes=sizes, boundaries=starts[1:], rate=rate),
         "learning_rate": numbers.learning_rate,
         "learning_rate_batch_size": old_batch,
         "lr_scaling_rule": "none",
@@ -105,8 +102,8 @@ def make_recipe(recipe: Recipe, ramp: Ramp, run: str) -> tuple[Recipe, dict[str,
     if recipe.num_train_epochs is not None:
         changes["num_train_epochs"] = float(f"{recipe.num_train_epochs * ramp.tokens:.4g}")
     if recipe.num_warmup_steps is not None and numbers.warmup_epochs is None:
-        changes["num_warmup_steps"] = round(recipe.num_warmup_steps * old_batch / first[1])
-    values = recipes.overlay(dataclasses.asdict(recipe), changes) | {
+        changes["num_warmup_steps"] = round(recipe.num_warmup_steps * old_batch / sizes[0])
+    values = recipes.overlay(vars(recipe), changes) | {
         "name": f"{recipe.name}_ramp",
         "source": f"{recipe.name}, its batch of {old_batch} made to grow by the gradient noise of {run}",
         "expect": "not measured with these values",
@@ -114,62 +111,5 @@ def make_recipe(recipe: Recipe, ramp: Ramp, run: str) -> tuple[Recipe, dict[str,
     changed = type(recipe)(**values)
     if changed.problems():
         return None
-    pairs = {name: [getattr(recipe, name), getattr(changed, name)] for name in changes}
-    return changed, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-class NoiseFollower:
-    """Decides how a batch grows with the noise that is measured while it trains (`batch_schedule` noise).
-
-    After every `MEASUREMENTS` measured steps it finds the largest batch that takes `more_tokens` more than the first batch, by
-    the upper end of the interval of the signal's share, over twice as many steps. The batch never shrinks.
-
-    What was decided, and the measurements that the next decision looks at, are plain numbers, for a checkpoint: a run that goes
-    on from it has the same stages up to there, and decides on from the same measurements.
-
-    Args:
-        growth: what the recipe says.
-        largest: global_batch_size.
-        record: of an earlier session, see `record`; None: there is none.
-
-    Attributes:
-        stages: so far.
-    """
-
-    def __init__(self, growth: BatchSchedule, largest: int, record: dict[str, Any] | None = None):
-        self.growth, self.sizes = growth, make_sizes(growth.sizes[0], largest)
-        record = record or {"stages": [(0, growth.sizes[0])], "measurements": [], "since": 0}
-        self.stages = [Stage(*stage) for stage in record["stages"]]
-        self.measurements = [Measurement(*measurement) for measurement in record["measurements"]]
-        self.since = record["since"]
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """Stages and measurements as plain JSON values."""
-        measurements = [list(measurement) for measurement in self.measurements]
-        return {"stages": [list(stage) for stage in self.stages], "measurements": measurements, "since": self.since}
-
-    def add(self, measurement: Measurement) -> int | None:
-        """Note a measured step; the batch from the next step on, None if it stays."""
-        self.measurements = [*self.measurements, measurement][-2 * MEASUREMENTS :]
-        self.since += 1
-        if self.since < MEASUREMENTS:
-            return None
-        self.since, first = 0, self.growth.sizes[0]
-        share = find_signal_share([self.measurements], first)
-        if not share.is_known:
-            return None
-        assert self.growth.more_tokens is not None, "a batch that follows the noise has it"
-        allowed = first * find_largest(share.high, self.growth.more_tokens)
-        size = max(size for size in self.sizes if size <= max(allowed, first))
-        return size if size > self.stages[-1].size else None
-
-    def grow(self, place: int, size: int) -> None:
-        """Note that steps from a place of the stream of samples on have another size."""
-        self.stages = [stage for stage in self.stages if stage.place < place] + [Stage(place, size)]
-
-    def describe(self, rate: str | None) -> str:
-        """Write the stages as a `batch_schedule`, which repeats them: `rate` as there."""
-        first, *others = self.stages
-        parts = [f"{first.size}", *(f"{size} at {place} samples" for place, size in others)]
-        return ", ".join(parts + ([f"rate by {rate}"] if rate else []))
+    old, new = recipe.decisive_fields(), changed.decisive_fields()
+    return changed, {name: [old[name], new[name]] for name in changes if old[name] != new[name]}

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import yaml
 
 from samestep.errors import UsageError
-from samestep.recipe import batch_schedule, communication, scaling, schedule
+from samestep.recipe import scaling, schedule
+from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.communication import Communication
 from samestep.recipe.reading import format_value
 from samestep.recipe.settings import (
@@ -25,6 +26,7 @@ from samestep.recipe.settings import (
     choice,
     setting,
 )
+from samestep.recipe.variants import Variant
 
 MAX_NAMES, MAX_PATH = 4, 100  # in a description: files, and characters of a path
 # Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
@@ -33,6 +35,10 @@ ALTERNATIVES = (
     ("num_warmup_steps", "warmup_epochs", "warmup_ratio"),
     ("train_file", "train_dir", "dataset_name"),
 )
+
+
+VARIANTS: dict[str, type[Variant]] = {"batch_schedule": BatchSchedule, "communication": Communication}
+"""Fields that are mappings; files of earlier versions, and flags, have sentences."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,11 +116,11 @@ class Recipe:
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE)
     num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
 
-    batch_schedule: str | None = setting(
-        f"a batch that grows to global_batch_size: {batch_schedule.EXAMPLES} (docs/batch-size.md); null: it stays"
+    batch_schedule: BatchSchedule | None = setting(
+        f"a batch that grows to global_batch_size: {BatchSchedule.EXAMPLES} (docs/batch-size.md); null: it stays"
     )
-    communication: str | None = setting(
-        f"another algorithm, which sends less than a gradient every step: {communication.EXAMPLES} (docs/communication.md); "
+    communication: Communication | None = setting(
+        f"another algorithm, which sends less than a gradient every step: {Communication.EXAMPLES} (docs/communication.md); "
         "null: the exact step"
     )
 
@@ -174,12 +180,7 @@ class Recipe:
     def _problems_of_communication(self) -> list[str]:
         if self.communication is None:
             return []
-        subject = f"communication is {format_value(self.communication)}"
-        try:
-            found = communication.parse(self.communication)
-        except ValueError as error:
-            return [f"{subject}, but {error}: correct it, or set it to null"]
-        problems = []
+        subject, problems, found = f"communication is {format_value(str(self.communication))}", [], self.communication
         if (found.num_workers or 1) > self.global_batch_size:
             problems.append(
                 f"{subject}, but global_batch_size is {self.global_batch_size}, so that workers have no sample: set that to "
@@ -187,7 +188,7 @@ class Recipe:
             )
         if self.batch_schedule is not None:
             problems.append(
-                f"{subject}, but batch_schedule is {format_value(self.batch_schedule)}: set one of them to null"
+                f"{subject}, but batch_schedule is {format_value(str(self.batch_schedule))}: set one of them to null"
             )
         if self.accumulation == "optimizer":
             problems.append(
@@ -205,25 +206,16 @@ class Recipe:
             )
         return problems
 
-    @property
-    def exchange(self) -> Communication | None:
-        """The recipe's `communication`, read; None: the exact step."""
-        return None if self.communication is None else communication.parse(self.communication)
-
     def _problems_of_batch_schedule(self) -> list[str]:
         if self.batch_schedule is None:
             return []
-        subject, batch = f"batch_schedule is {format_value(self.batch_schedule)}", self.global_batch_size
-        try:
-            growth = batch_schedule.parse(self.batch_schedule)
-        except ValueError as error:
-            return [f"{subject}, but {error}: correct it, or set it to null"]
-        problems = []
+        growth, batch, problems = self.batch_schedule, self.global_batch_size, []
+        subject = f"batch_schedule is {format_value(str(growth))}"
         if growth.kind == "stages" and growth.sizes[-1] != batch:
             problems.append(
                 f"{subject}, but global_batch_size is {batch}, which is the largest batch: set it to {growth.sizes[-1]}"
             )
-        if growth.kind != "stages" and growth.sizes[0] >= batch:
+        if growth.kind != "stages" and growth.first_size >= batch:
             problems.append(f"{subject}, but it grows to global_batch_size {batch}: set that to more")
         if growth.kind == "seesaw" and self.lr_scheduler_type == "constant":
             problems.append(
@@ -273,10 +265,11 @@ class Recipe:
     def decisive_fields(self) -> dict[str, Any]:
         """Return the fields that decide the steps, as plain JSON values.
 
-        The places of the data are not among them: the data pipeline fingerprints the data's content.
+        The places of the data are not among them: the data pipeline fingerprints the data's content. `batch_schedule` and
+        `communication` are their sentences, as fingerprints of earlier versions have them.
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
-        return dict(json.loads(json.dumps(values)))
+        return dict(json.loads(json.dumps(values, default=lambda variant: variant.sentence)))
 
     @property
     def data_name(self) -> str | None:
@@ -322,13 +315,10 @@ class Recipe:
         length = getattr(self, "block_size", getattr(self, "max_seq_length", 1))
         batch = _limit_rehearsed_batch(self.global_batch_size, length)
         growth = self.batch_schedule if batch == self.global_batch_size else None
-        found = self.exchange
+        found = self.communication
         if found is not None and found.is_local:  # a rehearsal saves a checkpoint after an exchange
             found = dataclasses.replace(found, num_steps=1)
-        shape = {
-            **(self.small_shape if shape is None else shape),
-            "communication": None if found is None else str(found),
-        }
+        shape = {**(self.small_shape if shape is None else shape), "communication": found}
         return dataclasses.replace(self, **shape, global_batch_size=batch, batch_schedule=growth)
 
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
@@ -384,7 +374,8 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Write the recipe as YAML, every field of it: `load` reads it back to an equal recipe."""
-        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = json.loads(json.dumps(values, default=lambda variant: variant.mapping))
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 

@@ -35,6 +35,8 @@ MAX_EXPONENT = 900
 """Largest exponent of gradients under --reproducible, which are float32 and end at 128; sums of 2^900 are still numbers."""
 MAX_SIZES = 10_000
 """Stages of a batch that grows."""
+TIMES = ("compute_seconds_min", "compute_seconds_mean", "compute_seconds_max", "data_seconds_max", "slowest_process")
+"""Fields that a line of metrics.jsonl has of the times of its processes, if there are several."""
 REMEDY = "mend the line, or take it out"
 
 # ---------------------------------------------------------------------------------------------------------------------

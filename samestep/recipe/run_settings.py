@@ -408,6 +408,8 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
+BITS_DEPEND_ON = ("per_device_train_tokens", "attn_implementation", "noise_scale_steps")
+"""Settings that decide the bits of a step under --reproducible, beside precision and device."""
 OLD_FLAGS = {"on_bad_sample": ("on_bad_row", {"stop": "refuse"})}
 """Flag that will go in 0.2 -> its name today, and values that are called otherwise today."""
 RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}
@@ -464,10 +466,10 @@ def parse(
         )
     if run.noise_scale_steps is not None and (problem := _find_what_has_no_noise_scale(recipe)):
         raise UsageError(f"noise_scale_steps is {run.noise_scale_steps}, but {problem}")
-    if run.noise_scale_steps is None and (recipe.batch_schedule or "").startswith("noise"):
+    growth = recipe.batch_schedule
+    if run.noise_scale_steps is None and growth is not None and growth.kind == "noise":
         raise UsageError(
-            f"batch_schedule is {recipe.batch_schedule!r}, but noise_scale_steps is not set, so that nothing is measured: "
-            "set it"
+            f"batch_schedule is {str(growth)!r}, but noise_scale_steps is not set, so that nothing is measured: set it"
         )
     if problems := _find_conflicts(recipe, run):
         raise UsageError(problems)
@@ -577,7 +579,7 @@ def _find_what_replicas_cannot_do(recipe: Any) -> list[str]:
 
 def _find_what_workers_cannot_do(recipe: Any, run: Any) -> list[str]:
     """Find the settings that a recipe's `communication` excludes: a line for each."""
-    found = recipe.exchange
+    found = recipe.communication
     if found is None:
         return []
     subject = f"communication is {format_value(str(found))}"

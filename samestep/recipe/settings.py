@@ -88,15 +88,18 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is types.UnionType:
         return " or ".join(_type_name(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"list of {typing.get_args(hint)[0].__name__}"
-    return str(hint.__name__)
+        return f"list of {_type_name(typing.get_args(hint)[0])}"
+    return "a mapping" if hasattr(hint, "read") else str(hint.__name__)
 
 
 def coerce(value: Any, hint: Any) -> Any:
     """Convert `value` to the type `hint`. Nothing is guessed; YAML reads 1e-4 as a string, and a text is a list of one text.
 
+    A class with `read` (`samestep.recipe.variants`) says itself what it is written like.
+
     Raises:
         TypeError: `value` is not of that type.
+        UsageError: it is, but breaks rules.
     >>> coerce("1e-4", float), coerce(1, float), coerce(["a"], tuple[str, ...]), coerce("a", tuple[str, ...])
     (0.0001, 1.0, ('a',), ('a',))
     >>> coerce(True, int)
@@ -109,9 +112,6 @@ def coerce(value: Any, hint: Any) -> Any:
                 return coerce(value, part)
             except TypeError:
                 pass
-    elif hint is type(None):
-        if value is None:
-            return None
     elif typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         if isinstance(value, list | tuple):
@@ -129,6 +129,8 @@ def coerce(value: Any, hint: Any) -> Any:
                 return float(value)
             except ValueError:
                 pass
+    elif hasattr(hint, "read"):
+        return hint.read(value)
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise TypeError(repr(value))
@@ -178,6 +180,10 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
             value = checked[name] = coerce(values[name], hints[name])
         except TypeError:
             problems.append(f"{origin}: {name} is {format_value(values[name])}, must be {_type_name(hints[name])}")
+            continue
+        except UsageError as error:
+            subject = f"{origin}: {name} is {format_value(values[name])}"
+            problems += [f"{subject}, but {rule}: correct it, or set it to null" for rule in error.problems]
             continue
         check = field.metadata["check"]
         breaks = check is not None and value is not None and not _holds(check, value)
@@ -291,7 +297,7 @@ class Parser(argparse.ArgumentParser):
         kind = next(part for part in (*item_types, *parts) if part is not type(None))
         options = {"nargs": "+"} if item_types else {"nargs": "?", "const": "true"} if kind is bool else {}
         check = field.metadata["check"]
-        metavar = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false"}[kind]
+        metavar = {int: "INT", float: "FLOAT", bool: "true|false"}.get(kind, "TEXT")
         if check is not None and check.choices:
             metavar = f"{{{','.join(check.choices)}}}" if len(check.choices) < 10 else "NAME"
         text = field.metadata["help"]
@@ -341,7 +347,8 @@ def _format_flag_value(value: Any) -> str:
         return " ".join(map(_format_flag_value, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str) and len(value) <= 60 else format_value(value).strip("'")
+    text = str(value)
+    return text if len(text) <= 60 else format_value(text).strip("'")
 
 
 def _from_words(value: str | list[str], hint: Any) -> Any:

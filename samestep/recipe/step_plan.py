@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
-from samestep.recipe.batch_schedule import EXPONENTS, BatchSchedule, Stage, find_stages, parse
+from samestep.recipe.batch_schedule import EXPONENTS, BatchSchedule, Stage, find_stages
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.schedule import Schedule, warmup_steps
 
@@ -99,7 +99,7 @@ def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage]
         UsageError: the warm-up and the decay are together longer than the training.
     """
     assert recipe.batch_schedule is not None
-    growth, steps = parse(recipe.batch_schedule), recipe.max_train_steps
+    growth, steps = recipe.batch_schedule, recipe.max_train_steps
     # Without the number of samples, steps are as if no epoch ended
     n, epoch_end = (1, "carry") if num_samples is None else (num_samples, recipe.epoch_end)
 
@@ -129,7 +129,7 @@ def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage]
         by_samples = _make_schedule(recipe, growth, n, epoch_end, total, spans)
         exponent, reference = EXPONENTS[growth.rate], recipe.learning_rate_batch_size
         if growth.kind == "seesaw":
-            exponent, reference = 1.0 if recipe.optimizer_name == "sgd" else 0.5, growth.sizes[0]
+            exponent, reference = 1.0 if recipe.optimizer_name == "sgd" else 0.5, growth.smallest
         schedule = GrowingSchedule(by_samples, spans, reference, exponent)
     return StepPlan(tuple(Stage(*stage) for stage in spans.stages), steps, total, schedule, spans)
 
@@ -148,7 +148,7 @@ def _make_schedule(
     """
     warmup = {name: getattr(recipe, name) for name in ("num_warmup_steps", "warmup_epochs", "warmup_ratio")}
     if recipe.num_warmup_steps is not None:
-        first = spans or Spans(n, epoch_end, (Stage(0, growth.sizes[0]),))
+        first = spans or Spans(n, epoch_end, (Stage(0, growth.smallest),))
         warmup["num_warmup_steps"] = first.find(recipe.num_warmup_steps)[0]
     num_warmup = warmup_steps(**warmup, num_steps=total, steps_per_epoch=n)
     names: dict[str, Any] = {"max_train_steps": total, "num_train_epochs": None, "batch_schedule": None}

@@ -10,6 +10,7 @@ computed one at a time; `FrozenBatchNorm` uses the running statistics. Statistic
 float32 or wider, as triples (n, mean, M2) with M2 = n var (Chan, Golub and LeVeque, 1983, The American Statistician 37).
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -120,6 +121,49 @@ def _layers(model: nn.Module) -> list[nn.BatchNorm2d]:
     return list(layers.values())
 
 
+@dataclasses.dataclass
+class Found:
+    """Holds the solution of a whole step, as far as it is known.
+
+    Attributes:
+        statistics: [3, channels], n, mean and M2; None: nothing yet.
+        var, invstd: [channels], of `statistics`.
+        slopes: [3, channels], sums of dy, dy * xhat and dy * dy, divided by n; None: not yet.
+    """
+
+    statistics: torch.Tensor | None = None
+    var: torch.Tensor | None = None
+    invstd: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Work:
+    """Holds the place of the passes over the micro-batches of a step.
+
+    Attributes:
+        numbers, num_cells: place of each micro-batch among those of the whole step, and their number; where that counts.
+        prefix_totals: [micro-batches, 3, channels], after each micro-batch the total of it and those before it on this process,
+            by the previous pass; where the mode is canonical, its own.
+        running_total: [3, channels], of this pass.
+        counts: [micro-batches, channels], n of each total.
+        index: number of the present micro-batch.
+        visited_layers: those that its forward has reached.
+        precision: eps of layers that compute in half precision; 0: none does.
+        anchor: scalar for which adjoint passes ask gradients.
+    """
+
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    num_cells: int | None = None
+    prefix_totals: torch.Tensor | None = None
+    running_total: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    index: int = 0
+    visited_layers: set[BatchNorm] = dataclasses.field(default_factory=set)
+    precision: float = 0.0
+    anchor: torch.Tensor | None = None
+
+
 class WholeStep:
     """Normalises a whole step at once, though its micro-batches are computed one at a time: exact, at the cost of more passes.
 
@@ -177,10 +221,6 @@ class WholeStep:
         ends = list(itertools.accumulate(self._sizes, initial=0))
         self._places = dict(zip(self.layers, map(slice, ends, ends[1:]), strict=False))  # among all channels
         self._terms: dict[BatchNorm, torch.Tensor] = {}
-        self._statistics: torch.Tensor | None = None
-        self._counts: torch.Tensor | None = None
-        self._slopes: torch.Tensor | None = None
-        self._prefix_totals: torch.Tensor | None = None
         self.release()
 
     def prepare(
@@ -215,7 +255,7 @@ class WholeStep:
             micro_batches = [
                 micro_batch for micro_batch, number in zip(micro_batches, numbers, strict=True) if number is not None
             ]
-            self._numbers, self._num_cells = [number for number in numbers if number is not None], num_cells
+            self._work.numbers, self._work.num_cells = [number for number in numbers if number is not None], num_cells
         try:
             self._find_statistics(micro_batches, loss)
             self._find_adjoints(micro_batches, loss, scale)
@@ -235,16 +275,15 @@ class WholeStep:
 
     def finish(self) -> None:
         """Update running statistics once, with those of the whole step, and let the layers be ordinary ones again."""
-        if self._statistics is not None:
+        if self._found.statistics is not None:
             for layer, place in self._places.items():
-                layer.update(self._statistics[:, place])
+                layer.update(self._found.statistics[:, place])
         self.release()
 
     def release(self) -> None:
         """Let the layers be ordinary ones again, running statistics as they are: after a step that failed."""
         self._set_mode(None)
-        self._statistics = self._slopes = self._prefix_totals = self._counts = None
-        self._terms = {}
+        self._found, self._work, self._terms = Found(), Work(), {}
 
     def _set_mode(self, mode: Callable | None) -> None:
         for layer in self.layers:
@@ -256,75 +295,78 @@ class WholeStep:
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
         # [micro-batches, 3, channels]: after each micro-batch, the statistics of it and those before it on this process; where
         # the mode is canonical, its own.
-        self._prefix_totals = torch.zeros(len(micro_batches), 3, sum(self._sizes), dtype=dtype, device=parameter.device)
+        self._work.prefix_totals = torch.zeros(
+            len(micro_batches), 3, sum(self._sizes), dtype=dtype, device=parameter.device
+        )
         eps = torch.cat([parameter.new_full((layer.num_features,), layer.eps, dtype=dtype) for layer in self.layers])
-        self._precision = 0.0
+        self._work.precision = 0.0
         self._set_mode(self._measure)
         for number in range(1, len(self.layers) + 1):
             self.num_forward_passes = number
             with torch.no_grad():
                 parts = self._run_pass(micro_batches, loss)
-            previous, self._statistics = self._statistics, _combine(parts)
-            n, mean, squares = self._statistics
-            self._var = squares / n.clamp(min=1)
-            self._invstd = (self._var + eps).rsqrt()
+            previous, self._found.statistics = self._found.statistics, _combine(parts)
+            n, mean, squares = self._found.statistics
+            self._found.var = squares / n.clamp(min=1)
+            self._found.invstd = (self._found.var + eps).rsqrt()
             if previous is not None:
                 # y changes by d_mean + xhat d_var, whose mean square is the sum of theirs: xhat has mean 0 and variance 1
-                d_mean = (mean - previous[1]) * self._invstd
-                d_var = (squares - previous[2]) / n.clamp(min=1) * self._invstd**2 / 2
-                if self._is_settled(d_mean**2 + d_var**2, torch.ones_like(mean), self._statistics):
+                d_mean = (mean - previous[1]) * self._found.invstd
+                d_var = (squares - previous[2]) / n.clamp(min=1) * self._found.invstd**2 / 2
+                if self._is_settled(d_mean**2 + d_var**2, torch.ones_like(mean), self._found.statistics):
                     break
 
     def _measure(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
-        if layer in self._visited_layers:
+        if layer in self._work.visited_layers:
             raise UsageError(
                 f"{self.names[layer]} is called twice in a forward: batch normalisation of a whole step has one set of "
                 "statistics per layer. Give each call a layer of its own"
             )
-        self._visited_layers.add(layer)
+        self._work.visited_layers.add(layer)
         place = self._places[layer]
         old, new = self._add(place, _statistics(x), lambda *parts: _combine(torch.stack(parts)))
         mean, var = new[1], new[2] / new[0].clamp(min=1)
-        if self._statistics is not None:  # the affine map that makes the old distribution the new one
+        if self._found.statistics is not None:  # the affine map that makes the old distribution the new one
             growth = (new[2] / old[2]).nan_to_num(1.0).clamp(0.25, 4.0)
-            mean = mean + growth.sqrt() * (self._statistics[1, place] - old[1])
-            var = growth * self._var[place]
+            mean = mean + growth.sqrt() * (self._found.statistics[1, place] - old[1])
+            var = growth * self._found.var[place]
         if x.dtype.itemsize < 4:
-            self._precision = torch.finfo(x.dtype).eps
+            self._work.precision = torch.finfo(x.dtype).eps
         return _normalize(layer, x, mean, var)
 
     def _find_adjoints(self, micro_batches: Sequence[MicroBatch], loss: Loss, scale: float) -> None:
         """Compute _slopes [3, channels]: sums of dy, dy * xhat and dy * dy over the step, divided by n."""
         # [micro-batches, channels]: n of each total; from here on, totals are of the three sums
-        self._counts, self._prefix_totals = self._prefix_totals[:, 0].clone(), torch.zeros_like(self._prefix_totals)
-        self._anchor = torch.zeros((), device=self._prefix_totals.device, requires_grad=True)
+        totals = self._work.prefix_totals
+        self._work.counts, self._work.prefix_totals = totals[:, 0].clone(), torch.zeros_like(totals)
+        self._work.anchor = torch.zeros((), device=self._work.prefix_totals.device, requires_grad=True)
         self._set_mode(self._propagate)
 
         def backward(micro_batch: MicroBatch) -> None:
             scaled_loss = loss(micro_batch) * scale
             if scaled_loss.requires_grad:
-                torch.autograd.grad(scaled_loss, self._anchor, allow_unused=True)
+                torch.autograd.grad(scaled_loss, self._work.anchor, allow_unused=True)
 
         for number in range(1, len(self.layers) + 1):
             self.num_adjoint_passes = number
             sums = self._run_pass(micro_batches, backward).sum(0)
-            previous, self._slopes = self._slopes, sums / self._statistics[0].clamp(min=1)
+            previous, self._found.slopes = self._found.slopes, sums / self._found.statistics[0].clamp(min=1)
             if previous is not None:
-                changes = (self._slopes - previous)[:2].square().sum(0)
-                if self._is_settled(changes, self._slopes[2], self._slopes):
+                changes = (self._found.slopes - previous)[:2].square().sum(0)
+                if self._is_settled(changes, self._found.slopes[2], self._found.slopes):
                     break
-        self._slopes, self._prefix_totals, self._counts = self._slopes / scale, None, None
+        self._found.slopes, self._work.prefix_totals, self._work.counts = self._found.slopes / scale, None, None
 
     def _propagate(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
-        return _Propagate.apply(x, self._anchor, layer, self)
+        return _Propagate.apply(x, self._work.anchor, layer, self)
 
     def _apply(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
         place = self._places[layer]
-        mean, invstd, slopes = self._statistics[1, place], self._invstd[place], self._slopes[:, place]
+        mean, invstd, slopes = self._found.statistics[1, place], self._found.invstd[place], self._found.slopes[:, place]
         if torch.is_grad_enabled():
             factor = -invstd if layer.weight is None else -invstd * layer.weight.detach()
             self._terms[layer] = _Correction.apply(x, mean, factor * slopes[0], factor * invstd * slopes[1])
-        return _normalize(layer, x, mean, self._var[place])
+        return _normalize(layer, x, mean, self._found.var[place])
 
     def _add(self, place: slice, values: torch.Tensor, add: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a layer's values [3, C] of the present micro-batch to the running total of this pass, or of this micro-batch.
@@ -332,9 +374,9 @@ class WholeStep:
         Returns:
             [3, C] each: the layer's total up to this micro-batch (or of it alone) in the previous pass, and in this pass.
         """
-        total = add(self._running_total[:, place], values)
-        self._running_total[:, place] = total
-        return self._prefix_totals[self._index, :, place], total
+        total = add(self._work.running_total[:, place], values)
+        self._work.running_total[:, place] = total
+        return self._work.prefix_totals[self._work.index, :, place], total
 
     def _run_pass(self, micro_batches: Sequence[MicroBatch], work: Callable[[MicroBatch], object]) -> torch.Tensor:
         """Go through this process's micro-batches, and gather the total of each process, [processes, 3, channels], or of each
@@ -342,25 +384,25 @@ class WholeStep:
 
         Called by all processes.
         """
-        error, nothing = None, self._prefix_totals.new_zeros(self._prefix_totals.shape[1:])
-        self._running_total = nothing.clone()
+        error, nothing = None, self._work.prefix_totals.new_zeros(self._work.prefix_totals.shape[1:])
+        self._work.running_total = nothing.clone()
         try:
-            for self._index, micro_batch in enumerate(micro_batches):
-                self._visited_layers: set[BatchNorm] = set()
+            for self._work.index, micro_batch in enumerate(micro_batches):
+                self._work.visited_layers = set()
                 if self.is_canonical:
-                    self._running_total = nothing.clone()
+                    self._work.running_total = nothing.clone()
                 work(micro_batch)
-                self._prefix_totals[self._index] = self._running_total
+                self._work.prefix_totals[self._work.index] = self._work.running_total
         except Exception as failure:  # the others wait
             error = failure
         # One collective, [processes or cells, 2 + 3 channels]: whether a process failed, its layers' precision, totals.
-        flags = nothing.new_tensor([error is not None, self._precision])
+        flags = nothing.new_tensor([error is not None, self._work.precision])
         if self.is_canonical:
-            totals = self._prefix_totals.flatten(1)
+            totals = self._work.prefix_totals.flatten(1)
             slots = self._place(torch.cat([flags.expand(len(totals), -1), totals], 1))
         else:
-            slots = _gather(torch.cat([flags, self._running_total.flatten()]), self.group)
-        has_failed, self._precision = slots[:, :2].amax(0).tolist()
+            slots = _gather(torch.cat([flags, self._work.running_total.flatten()]), self.group)
+        has_failed, self._work.precision = slots[:, :2].amax(0).tolist()
         if error is not None:
             raise error
         if has_failed:
@@ -369,8 +411,8 @@ class WholeStep:
 
     def _place(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather the rows [micro-batches, numbers] of all processes in the order of the step's micro-batches."""
-        slots = rows.new_zeros(self._num_cells, rows.shape[1])
-        slots[self._numbers] += rows  # 0 + x, as from other processes: never -0
+        slots = rows.new_zeros(self._work.num_cells, rows.shape[1])
+        slots[self._work.numbers] += rows  # 0 + x, as from other processes: never -0
         if self.group is not None:
             dist.all_reduce(slots, group=self.group)
         return slots
@@ -390,7 +432,7 @@ class WholeStep:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         tolerance = self.tolerance
         if tolerance is None:
-            tolerance = self._precision / 2 or 16 * torch.finfo(changes.dtype).eps
+            tolerance = self._work.precision / 2 or 16 * torch.finfo(changes.dtype).eps
         return largest.item() <= tolerance
 
 
@@ -476,21 +518,21 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, layer, step):
         place = step._places[layer]
-        ctx.layer, ctx.step, ctx.place, ctx.index = layer, step, place, step._index
+        ctx.layer, ctx.step, ctx.place, ctx.index = layer, step, place, step._work.index
         ctx.save_for_backward(x)
-        return _normalize(layer, x, step._statistics[1, place], step._var[place])
+        return _normalize(layer, x, step._found.statistics[1, place], step._found.var[place])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (x,), step, place = ctx.saved_tensors, ctx.step, ctx.place
-        mean, invstd = step._statistics[1, place], step._invstd[place]
+        mean, invstd = step._found.statistics[1, place], step._found.invstd[place]
         dy, xhat = dy.to(mean.dtype), (x - _expand(mean)) * _expand(invstd)
         sums = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3)), (dy * dy).sum((0, 2, 3))])
         old, new = step._add(place, sums, torch.add)  # [3, C] each
         # Means [3, C]: of the micro-batches up to this one; later the whole step's, changed as those micro-batches' have.
-        n = step._counts[ctx.index, place].clamp(min=1)
-        slopes = new / n if step._slopes is None else step._slopes[:, place] + (new - old) / n
+        n = step._work.counts[ctx.index, place].clamp(min=1)
+        slopes = new / n if step._found.slopes is None else step._found.slopes[:, place] + (new - old) / n
         return _input_gradient(dy, xhat, slopes, ctx.layer.weight, invstd).to(x.dtype), None, None, None
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep.errors import UsageError
-from samestep.step.optim.folding import split_memory
+from samestep.step.pieces import split_memory
 
 FACTOR = 1 + 2.0**-44
 OFFSET = 3 * 2.0**51

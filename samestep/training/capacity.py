@@ -1,8 +1,11 @@
 """Remembers from run to run how many samples of a recipe fit on a device at once, and what is fastest there."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from huggingface_hub.constants import HF_HOME
+from torch import nn
 
 from samestep.errors import UsageError
 from samestep.recipe.reading import read_json
@@ -94,3 +98,25 @@ def recall(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> C
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out: the device's or, where the allocator says so, the host's."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)
+
+
+def has_memory(compute: Callable[[], object]) -> bool:
+    """Compute something, and tell whether memory held it; another error is raised."""
+    try:
+        compute()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # which hold tensors
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def preserved_model(model: nn.Module) -> Iterator[None]:
+    """Leave no gradient, and running statistics as they were, of what is computed within this context."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    model.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
 from samestep.cut.layout import Layout
@@ -29,11 +29,13 @@ UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
 """Type in a file of safetensors -> its name in torch."""
 MAX_EVALUATIONS = 20  # rows of the table of evaluations
+FRONT = ["library_name", "license", "base_model", "pipeline_tag", "datasets", "tags"]  # order of the front matter
+TEMPLATE = str(Path(__file__).parent / "templates" / "card.md.j2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Facts of a run, for its model card.
+    """Describes a run for its model card.
 
     Attributes:
         recipe, settings, accelerator, layout, schedule: the run's; the layout is the last step's.
@@ -70,7 +72,7 @@ class Training:
 
     @property
     def ends_within_a_step(self) -> bool:
-        """Whether the epochs that were asked for end within the last step, which has samples beyond them."""
+        """Tell whether the epochs that were asked for end within the last step, which has samples beyond them."""
         asked = self.recipe.num_train_epochs
         if asked is None or self.recipe.epoch_end != "carry":
             return False
@@ -107,7 +109,7 @@ class Training:
             "seed": recipe.seed,
             "num_devices": self.accelerator.num_processes,
             "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
-            "total_train_batch_size": recipe.batch_schedule or self.layout.global_batch_size,
+            "total_train_batch_size": str(recipe.batch_schedule or "") or self.layout.global_batch_size,
             "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
             "max_grad_norm": recipe.max_grad_norm,
             "lr_scheduler_type": recipe.lr_scheduler_type,
@@ -116,19 +118,15 @@ class Training:
             "mixed_precision_training": self.accelerator.mixed_precision,
         }
 
-    def describe_communication(self) -> list[str]:
-        """Say in a line what another algorithm than the exact step was, if one was."""
-        found, reduce_dtype, number = self.recipe.exchange, self.settings.reduce_dtype, self.accelerator.num_processes
-        if found is None and reduce_dtype == "own":
-            return []
-        text = (
-            communication.describe_reduce_dtype(reduce_dtype, number)
-            if found is None
-            else communication.describe(found)
-        )
-        return [f"- **Communication**: {text}"]
+    def describe_communication(self) -> str | None:
+        """Say what another algorithm than the exact step was, if one was."""
+        if self.recipe.communication is not None:
+            return communication.describe(self.recipe.communication)
+        if self.settings.reduce_dtype == "own":
+            return None
+        return communication.describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
 
-    def metadata(self, library: str) -> dict[str, Any]:
+    def metadata(self, library: str) -> ModelCardData:
         """Return the front matter of the card, as the hub reads it.
 
         Args:
@@ -137,17 +135,14 @@ class Training:
         recipe = self.recipe
         base, datasets = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
         names = [datasets] if isinstance(datasets, str) else datasets or ()
-        names = [name for name in (name.partition(":")[0] for name in names) if _is_on_hub(name)]
-        tag = recipe.parts.pipeline_tag if library == "transformers" else None
-        facts = {
-            "library_name": library,
-            "license": self.settings.license,
-            "base_model": base if _is_on_hub(base) else None,
-            "pipeline_tag": tag,
-            "datasets": names or None,
-            "tags": [recipe.task, "samestep"],
-        }
-        return {name: value for name, value in facts.items() if value is not None}
+        return ModelCardData(
+            library_name=library,
+            license=self.settings.license,
+            base_model=base if _is_on_hub(base) else None,
+            pipeline_tag=recipe.parts.pipeline_tag if library == "transformers" else None,
+            datasets=[name for name in (name.partition(":")[0] for name in names) if _is_on_hub(name)] or None,
+            tags=[recipe.task, "samestep"],
+        )
 
 
 def read_dtypes(folder: Path) -> list[str]:
@@ -216,54 +211,53 @@ def write(
         repo_id: repository on the hub, from which the model is loaded; None: the output folder.
     """
     recipe, settings = training.recipe, training.settings
-    library = "transformers" if "transformers" in usage else "pytorch"
-    front = yaml.safe_dump(training.metadata(library), sort_keys=False, allow_unicode=True)
+    front = training.metadata("transformers" if "transformers" in usage else "pytorch")
+    sources = _group_by_source(results)
+    columns = [name for name in evaluations[-1] if "/" not in name] if evaluations else []
+    every = -(-len(evaluations) // MAX_EVALUATIONS)
     base = getattr(recipe, "model_name_or_path", None)
-    start = "random weights" if base is None else f"the weights of `{base if _is_on_hub(base) else Path(base).name}`"
+    card = ModelCard.from_template(
+        front,
+        TEMPLATE,
+        front=front.to_yaml(original_order=FRONT),
+        training=training,
+        facts=_describe(training, results),
+        usage=_localize(usage, base).replace("OUTPUT_DIR", repo_id or _portable(settings.output_dir)),
+        results=results,
+        pictures=list(pictures),
+        sources=sources,
+        metrics=list(dict.fromkeys(name for values in sources.values() for name in values)),
+        columns=columns,  # those of sources are in a table of their own
+        evaluations=[line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1],
+        versions=versions(),
+        number=format_number,
+    )
+    return str(card)
+
+
+def _describe(training: Training, results: Mapping[str, Any]) -> dict[str, str]:
+    """Describe what was trained on what, how and where: name -> text."""
+    recipe, length, positions = training.recipe, training.train.max_length, _num_positions(training.recipe)
+    base = getattr(recipe, "model_name_or_path", None)
+    held_out = "nothing held out" if training.held_out is None else f"held out: {training.held_out}"
     amount = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)
     end = ""
     if training.ends_within_a_step:
         end = f"; the last step was filled up with samples beyond {recipe.num_train_epochs:g} epochs"
-    lines = [
-        recipe.description,
-        "",
-        f"- **Data**: {recipe.data_name or 'made by the program'}; {training.train}"
-        + (f"; held out: {training.held_out}" if training.held_out is not None else "; nothing held out"),
-        f"- **Start**: {start}",
-        f"- **Seen in training**: {amount or 'not known'}, in {training.num_steps:,} optimizer steps{end}",
-        f"- **Precision**: {training.precision}",
-        *training.describe_communication(),
-        f"- **Hardware**: {training.hardware}",
-    ]
-    length, positions = training.train.max_length, _num_positions(recipe)
+    facts = {
+        "Data": f"{recipe.data_name or 'made by the program'}; {training.train}; {held_out}",
+        "Start": "random weights"
+        if base is None
+        else f"the weights of `{base if _is_on_hub(base) else Path(base).name}`",
+        "Seen in training": f"{amount or 'not known'}, in {training.num_steps:,} optimizer steps{end}",
+        "Precision": training.precision,
+        "Communication": training.describe_communication(),
+        "Hardware": training.hardware,
+    }
     if positions is not None:
         untrained = f"; the positions beyond, up to {positions:,}, are untrained" if positions > length else ""
-        lines.append(f"- **Length**: at most {length:,} tokens{untrained}")
-    rows = [f"| {name} | {format_number(value)} |" for name, value in results.items() if "/" not in name]
-    sections = {
-        "Use": [
-            "```python",
-            _localize(usage, base).replace("OUTPUT_DIR", repo_id or _portable(settings.output_dir)),
-            "```",
-        ],
-        "Results": [
-            "| metric | value |",
-            "|---|---|",
-            *rows,
-            "",
-            *(f"![{name.removesuffix('.png')}]({name})" for name in pictures),
-        ],
-        "Sources": _source_table(results),
-        "Evaluations": _table(evaluations),
-        "Training hyperparameters": [f"- {name}: {value}" for name, value in training.hyperparameters().items()],
-        "Recipe": [
-            f"`recipe.yaml` beside this file has every value that decides a step (fingerprint `{recipe.fingerprint}`). "
-            f"Source of its numbers: {recipe.source}."
-        ],
-        "Framework versions": [f"- {name}: {number}" for name, number in versions().items()],
-    }
-    text = "\n".join(["---", front + "---", f"# {training.title}", "", *lines])
-    return text + "".join(f"\n\n## {title}\n\n" + "\n".join(part) for title, part in sections.items() if part) + "\n"
+        facts["Length"] = f"at most {length:,} tokens{untrained}"
+    return {name: text for name, text in facts.items() if text is not None}
 
 
 def _portable(path: str) -> str:
@@ -287,30 +281,14 @@ def _num_positions(recipe: Recipe) -> int | None:
     return getattr(recipe, "max_position_embeddings", None) or getattr(recipe, "n_positions", None)
 
 
-def _table(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write a table of evaluations, of which some are left out where they are many."""
-    if not evaluations:
-        return []
-    every = -(-len(evaluations) // MAX_EVALUATIONS)
-    shown_lines = [line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1]
-    names = [name for name in shown_lines[-1] if "/" not in name]  # those of sources are in a table of their own
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    return lines + [f"| {' | '.join(format_number(line.get(name)) for name in names)} |" for line in shown_lines]
-
-
-def _source_table(results: Mapping[str, Any]) -> list[str]:
-    """Write a table of the results of each source of the data, whose names are SOURCE/NAME or eval_SOURCE/NAME."""
+def _group_by_source(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Group the results of each source of the data, whose names are SOURCE/NAME or eval_SOURCE/NAME."""
     sources: dict[str, dict[str, Any]] = {}
     for name, value in results.items():
         source, slash, metric = name.removeprefix("eval_").partition("/")
         if slash:
             sources.setdefault(source, {})[metric] = value
-    names = list(dict.fromkeys(name for values in sources.values() for name in values))
-    lines = [f"| source | {' | '.join(names)} |", "|" + "---|" * (1 + len(names))]
-    for source, values in sources.items():
-        cells = [format_number(values[name]) if name in values else "-" for name in names]
-        lines.append(f"| {source} | {' | '.join(cells)} |")
-    return lines if sources else []
+    return sources
 
 
 def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Callable[[str], None]) -> str:

@@ -66,11 +66,11 @@ from samestep.recipe.reading import (
     read_text,
     read_yaml,
 )
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import VARIANTS, Recipe
 from samestep.recipe.run_files import STATE, find_problems
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
-from samestep.training.copies import Peers, Store
+from samestep.training.copies import Copies, Peers, Store
 from samestep.training.digest import digest_tensor
 from samestep.training.launch import count_copies
 
@@ -122,7 +122,7 @@ class State:
         scaler: state of the gradient scaler, plain numbers; None: there is none.
         exact_sum: what the next step's bits depend on beside all this, under --reproducible: the settings that decide them,
             and the exponent of the last gradients; None: the run is not reproducible.
-        growth: of a batch that follows the measured noise, see `planner.ramp.NoiseFollower.record`; None: it does not.
+        growth: of a batch that follows the measured noise, stages and measurements as plain numbers; None: it does not.
     """
 
     step: int = 0
@@ -292,6 +292,22 @@ def make_whole_model(accelerator: Accelerator, model: nn.Module, build: Callable
 # Writing
 
 
+@dataclasses.dataclass
+class Trained:
+    """The objects that a run trains, and a checkpoint holds.
+
+    Attributes:
+        model, optimizer: as prepared by Accelerate.
+        data_fingerprints: see `State`.
+        tokenizer: of transformers, saved with the model; None: there is none.
+    """
+
+    model: Any
+    optimizer: Any
+    data_fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None
+
+
 class Saver:
     """Writes a run's checkpoints. Called by all processes.
 
@@ -300,50 +316,37 @@ class Saver:
 
     Args:
         accelerator, recipe: the run's.
-        model, optimizer: as prepared by `accelerator`.
-        data_fingerprints: see `State`.
         settings: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps
             all but routine ones, which go when `NUM_ROUTINE` are newer.
             `async_checkpointing`: copy the state to the host and write it in a thread while training goes on; the next save
             waits for it.
-        start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
-        tokenizer: of transformers, saved with the model; None: there is none.
-        describe_growth: returns `State.growth`.
-        store: gets a copy of each checkpoint; process 0's.
-        peers: other machines, which get a copy of each.
+        trained: what is saved.
+        step: of the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         reduction: how gradients become the step's: what it lacks beside model and optimizer goes into a file of its own.
+        describe: returns further fields of `State`, of what watches the run.
+        copies: where else checkpoints are kept.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         recipe: Recipe,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_fingerprints: dict[str, str],
         settings: RunSettings,
-        start: State,
+        trained: Trained,
+        step: int,
         reduction: "Reduction",
-        tokenizer: transformers.PreTrainedTokenizerBase | None = None,
-        describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
-        store: Store | None = None,
-        peers: Peers | None = None,
+        describe: Callable[[], dict[str, Any]] = dict,
+        copies: Copies | None = None,
     ):
-        self.tokenizer, self.describe_growth, self.reduction = tokenizer, describe_growth, reduction
-        self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
-        self.model, self.optimizer, self.data_fingerprints, self.settings = (
-            model,
-            optimizer,
-            data_fingerprints,
-            settings,
-        )
-        self.step = start.step
-        self.abandoned_folders = [path for path in checkpoints(self.output_dir) if _parse_step(path) > start.step]
+        self.accelerator, self.recipe, self.settings, self.reduction = accelerator, recipe, settings, reduction
+        self.output_dir, self.trained, self.describe = Path(settings.output_dir), trained, describe
+        self.step = step
+        self.abandoned_folders = [path for path in checkpoints(self.output_dir) if _parse_step(path) > step]
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
-        self.store, self.peers = store or Store(), peers or Peers()
-        self._copy_to_store(start.step)  # unless that was done: the session before may have been killed
+        self.store, self.peers = copies or Copies()
+        self._copy_to_store(step)  # unless that was done: the session before may have been killed
 
     def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
         """Write `checkpoint-STEP`, unless the run was resumed at this step or has saved it already.
@@ -356,26 +359,26 @@ class Saver:
             return
         self.step = step
         self._wait()  # before copying: there is one copy at a time
-        bare_model = self.accelerator.unwrap_model(self.model)
+        bare_model = self.accelerator.unwrap_model(self.trained.model)
         frozen = find_frozen(bare_model)
         options = dataclasses.replace(ON_HOST, ignore_frozen_params=bool(frozen))
-        tensors = get_model_state_dict(self.model, options=options)
+        tensors = get_model_state_dict(self.trained.model, options=options)
         for name in frozen.union(*(aliases for _, *aliases in _find_aliases(bare_model))):
             tensors.pop(name, None)
         prefix = _find_prefix(tensors)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         part = "model"
-        if frozen and not isinstance(self.model, FSDPModule):
+        if frozen and not isinstance(self.trained.model, FSDPModule):
             part, names = ADAPTER, adapters.name_in_files(_find_adapted(bare_model), tensors)
             tensors = {names[name]: tensor for name, tensor in tensors.items()}
-        moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
+        moments = _flatten(_get_moments(self.trained.model, self.trained.optimizer, ON_HOST)["state"])
         parts = {part: _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         if (more := self.reduction.get_tensors()) is not None:
             parts[WORKERS] = more
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
         exact_sum = self.reduction.describe_state()
-        fingerprints = self.recipe.fingerprint, self.data_fingerprints
-        state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, self.describe_growth())
+        fingerprints = self.recipe.fingerprint, self.trained.data_fingerprints
+        state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, **self.describe())
         writes = self._is_owner
         if self.accelerator.is_main_process:
             writes = False
@@ -383,7 +386,7 @@ class Saver:
                 self._tidy()
                 self._partial_path(step).mkdir(parents=True)
                 writes = True
-        if isinstance(self.model, FSDPModule):
+        if isinstance(self.trained.model, FSDPModule):
             self.accelerator.wait_for_everyone()
         if writes and self.thread is not None and self.accelerator.device.type == "cpu":
             with self._warn_on_failure(step):  # rows are the parameters themselves, not copies
@@ -417,14 +420,14 @@ class Saver:
                 self._tidy()
                 self._keep_to_limit()
                 self.store.delete_doomed()
-        self.model = self.optimizer = None
+        self.trained = Trained(None, None)
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
             raise RunError(failure)
 
     def finish_writing(self) -> None:
         """Finish the checkpoint that is being written, where this process does so alone: other processes may have ended."""
-        if not isinstance(self.model, FSDPModule):
+        if not isinstance(self.trained.model, FSDPModule):
             with contextlib.suppress(RuntimeError):  # of a copy to a machine that has gone
                 self._wait()
 
@@ -436,7 +439,7 @@ class Saver:
     @property
     def _num_owners(self) -> int | None:
         """Number of processes that each write their part of the weights, the first ones; None: process 0 writes whole ones."""
-        if not isinstance(self.model, FSDPModule):
+        if not isinstance(self.trained.model, FSDPModule):
             return None
         return self.accelerator.num_processes // count_copies(self.accelerator)
 
@@ -558,11 +561,11 @@ class Saver:
 
     def _write_description(self, partial: Path) -> dict[str, dict]:
         """Write what `from_pretrained` needs beside the weights, unless these are sharded: configuration and tokenizer."""
-        if isinstance(self.model, FSDPModule):
+        if isinstance(self.trained.model, FSDPModule):
             return {}
         recipe: Any = self.recipe  # one that has an architecture
         before = set(partial.iterdir())
-        model = next(self.accelerator.unwrap_model(self.model).children(), None)
+        model = next(self.accelerator.unwrap_model(self.trained.model).children(), None)
         if isinstance(model, transformers.PreTrainedModel):
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]
@@ -573,8 +576,8 @@ class Saver:
         elif isinstance(model, PyTorchModelHubMixin):
             (partial / "config.json").write_text(json.dumps(recipe.architecture, indent=2) + "\n", encoding="utf-8")
         pretrained.save_generation_config(model, partial)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(partial)
+        if self.trained.tokenizer is not None:
+            self.trained.tokenizer.save_pretrained(partial)
         return {path.name: _flush_and_hash(path) for path in sorted(set(partial.iterdir()) - before)}
 
     # Messages of the writers go through the store that connects the processes: collectives belong to training.
@@ -586,7 +589,7 @@ class Saver:
     def _collect_files(self, step: int) -> dict[str, dict]:
         """Collect sizes and hashes of the files that the other processes wrote."""
         files: dict[str, dict] = {}
-        if not isinstance(self.model, FSDPModule):
+        if not isinstance(self.trained.model, FSDPModule):
             return files
         store, deadline = torch_distributed.default_store(), time.monotonic() + self.settings.ddp_timeout
         for rank in range(1, self._num_owners):
@@ -869,9 +872,12 @@ def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, Sta
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
+    """Read the values of a checkpoint's recipe.yaml, as `Recipe.decisive_fields` has them."""
     try:
-        return read_yaml(folder / "recipe.yaml", "recipe.yaml")
-    except UsageError as error:
+        values = read_yaml(folder / "recipe.yaml", "recipe.yaml")
+        sentences = {name: kind.read(values[name]).sentence for name, kind in VARIANTS.items() if values.get(name)}
+        return values | sentences
+    except (UsageError, TypeError) as error:
         raise UsageError(f"checkpoint {format_name(folder)} is damaged: {error}. Resume from an older one") from None
 
 
@@ -884,10 +890,10 @@ def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | 
     if state.recipe_fingerprint == recipe.fingerprint:
         return None
     saved = _read_recipe(folder)
-    values = {name: saved.get(name) for name in LATER_FIELDS}
-    if all(getattr(recipe, name) == value for name, value in values.items()):
+    values, ours = {name: saved.get(name) for name in LATER_FIELDS}, recipe.decisive_fields()
+    if all(ours[name] == value for name, value in values.items()):
         return None  # an earlier version's, without fields that are null here
-    return build(type(recipe), dataclasses.asdict(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
+    return build(type(recipe), vars(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
 
 
 def load(

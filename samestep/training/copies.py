@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Store:
@@ -62,3 +62,15 @@ class Peers:
     def receive(self, verify: Callable[[Path], Any]) -> Path | None:
         """Receive what process 0 sends; return the folder that it became, None if there is none."""
         return None
+
+
+class Copies(NamedTuple):
+    """The places of a run's checkpoints, beside the output folder.
+
+    Attributes:
+        store: gets a copy of each checkpoint; process 0's.
+        peers: other machines, which get a copy of each.
+    """
+
+    store: Store = Store()
+    peers: Peers = Peers()

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import nn
 
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data.steps import MicroBatch, StepData, Steps, to_device
+from samestep.data.steps import MicroBatch, Steps, to_device
 from samestep.errors import UsageError, nearest
 from samestep.step.exact_sum import add_exactly
 from samestep.training import metrics
@@ -56,22 +56,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batc
     Returns:
         float64 [3, terms] on the host: sums, correct, counts.
     """
-    return _evaluate(accelerator, model, source, seed, batch_size, [np.arange(len(source))])[0]
-
-
-def _evaluate(
-    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up losses, correct predictions and targets of a whole dataset, and of each group of its samples.
-
-    Returns:
-        float64 [3, terms], as of `evaluate`, and float64 [groups, 3, terms].
-    """
-    rows = [
-        torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
-        for data, (sums, correct) in _run_forwards(accelerator, model, source, seed, batch_size, groups)
-    ]
-    return _add_up(accelerator, rows, _Share(accelerator, source, seed, batch_size, groups).find_groups())
+    return _evaluate(model, _Share(accelerator, source, seed, batch_size))[0]
 
 
 @torch.no_grad()
@@ -90,29 +75,46 @@ def evaluate_logits(
         float64 [3, terms] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample
             once.
     """
-    totals, _, logits = _evaluate_logits(accelerator, model, source, seed, batch_size, [np.arange(len(source))])
+    totals, _, logits = _evaluate(model, _Share(accelerator, source, seed, batch_size), has_logits=True)
     return totals, logits
 
 
-def _evaluate_logits(
-    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]
-) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Compute what `evaluate_logits` does, and the totals of each group of samples, float64 [groups, 3, terms], before the
-    logits."""
+def _evaluate(
+    model: nn.Module, share: "_Share", has_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray | None]:
+    """Add up what a model returns of a whole dataset, and of each group of its samples; gather its logits.
+
+    Args:
+        model: see `evaluate`, or `evaluate_logits` where it `has_logits`.
+        share: of this process.
+
+    Returns:
+        float64 [3, terms], as of `evaluate`; of each group, [groups, 3, terms]; logits as of `evaluate_logits`, or None.
+    """
+    accelerator, was_training = share.accelerator, model.training
     rows, ids, logits = [], [], []
-    for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size, groups):
-        rows.append(torch.stack([sums.double().cpu(), torch.zeros(len(sums)).double(), data.counts.double()]))
-        ids += [sample_id for _, sample_id in data.samples[0]]
-        logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
+    model.eval()
+    for data in share.stream(0, len(share), 0, accelerator.device):
+        (micro_batch,) = data.micro_batches
+        sums, second = model(**to_device(micro_batch, accelerator.device))
+        correct = torch.zeros_like(sums) if has_logits else second
+        parts = (part.to(accelerator.device).double() for part in (sums, correct, data.counts))
+        rows.append(torch.stack(list(parts)))
+        if has_logits:
+            ids += [sample_id for _, sample_id in data.samples[0]]
+            logits.append(second[: len(data.samples[0])].double().cpu().numpy())
+    model.train(was_training)
+    totals, by_group = _add_up(accelerator, rows, share.find_groups())
+    if not has_logits:
+        return totals, by_group, None
     shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
     # [samples] and [samples, classes] of all processes, in the order of the processes: sorted by sample id, the dataset's order
     places, values = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-    totals = _add_up(accelerator, rows, _Share(accelerator, source, seed, batch_size, groups).find_groups())
-    return *totals, values[np.argsort(places)]
+    return totals, by_group, values[np.argsort(places)]
 
 
 class Evaluation(NamedTuple):
-    """Facts of held-out data, or of a source of it, before metrics are made of them.
+    """Holds the sums over held-out data, or a source of it, before metrics are made of them.
 
     Attributes:
         totals: float64 [3, terms], see `evaluate`.
@@ -141,11 +143,10 @@ def evaluate_by_source(
     """
     names, numbers = source.source_names, source.source_numbers
     groups = [np.flatnonzero(numbers == number) for number in range(len(names))]
-    if recipe.objective == "sft":
-        totals, by_group = _evaluate(accelerator, model, source, recipe.seed, batch_size, groups)
-        scores: list[dict[str, float] | None] = [None] * (1 + len(groups))
-    else:
-        totals, by_group, margins = _evaluate_logits(accelerator, model, source, recipe.seed, batch_size, groups)
+    share = _Share(accelerator, source, recipe.seed, batch_size, groups)
+    totals, by_group, margins = _evaluate(model, share, has_logits=recipe.objective != "sft")
+    scores: list[dict[str, float] | None] = [None] * (1 + len(groups))
+    if margins is not None:
         scores = [score_pairs(values) for values in (margins, *(margins[ids] for ids in groups))]
     sources = zip(by_group, scores[1:], strict=True) if len(names) > 1 else ()
     return Evaluation(totals, scores[0]), dict(zip(names, itertools.starmap(Evaluation, sources), strict=False))
@@ -269,14 +270,23 @@ class _Share(Steps):
     Args:
         accelerator: its processes share the micro-batches.
         source, seed, batch_size: see `evaluate`.
-        groups: sample ids of each group, int64 [samples of the group]; a micro-batch holds samples of one group.
+        groups: sample ids of each group, int64 [samples of the group]; a micro-batch holds samples of one group. None: one of
+            all samples.
     """
 
-    def __init__(self, accelerator: Accelerator, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        source,
+        seed: int,
+        batch_size: int,
+        groups: Sequence[np.ndarray] | None = None,
+    ):
+        groups = [np.arange(len(source))] if groups is None else groups
         layout = solve_layout(num_processes=1, global_batch_size=batch_size)
         orders = [Order(len(ids), batch_size, seed, epoch_end="keep") for ids in groups]
         super().__init__(source, orders[0], layout, process_index=0)
-        self.groups, self.orders = groups, orders
+        self.accelerator, self.groups, self.orders = accelerator, groups, orders
         self.ends = list(
             itertools.accumulate(int(order.steps_per_epoch) for order in orders)
         )  # micro-batches up to each group
@@ -300,22 +310,6 @@ class _Share(Steps):
         ids = self.groups[group][places]
         samples = [self.source.draw(0, sample_id) for sample_id in ids.tolist()]
         return epochs, ids, samples, np.array([sample.length for sample in samples])
-
-
-def _run_forwards(
-    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]
-) -> Iterator[tuple[StepData, Any]]:
-    """Compute this process's part of a dataset in evaluation mode; arguments as of `_Share`.
-
-    Yields:
-        the data of one micro-batch, and what the model returns of it.
-    """
-    share, was_training = _Share(accelerator, source, seed, batch_size, groups), model.training
-    model.eval()
-    for data in share.stream(0, len(share), 0, accelerator.device):
-        (micro_batch,) = data.micro_batches
-        yield data, model(**to_device(micro_batch, accelerator.device))
-    model.train(was_training)
 
 
 def _add_up(

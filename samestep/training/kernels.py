@@ -19,7 +19,7 @@ from torch import nn
 from samestep.data.steps import MicroBatch, SampleSource, to_device
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.training.capacity import is_out_of_memory, recall
+from samestep.training.capacity import has_memory, is_out_of_memory, preserved_model, recall
 from samestep.training.launch import is_sharded
 
 Candidates = Mapping[str, Callable[[], None]]
@@ -41,7 +41,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """Largest |g - g_first| / |g_first| of a candidate's gradient, by the type of the computation."""
 
 
-def choose(
+def choose_kernel(
     accelerator: Accelerator,
     recipe: Recipe,
     settings: RunSettings,
@@ -91,16 +91,7 @@ def measure(accelerator: Accelerator, computations: Mapping[Key, Callable[[], ob
 
     for number in range(1 + ROUNDS):
         for name, compute in candidates.items():
-            _wait(accelerator)
-            begin, seconds = time.perf_counter(), math.inf
-            try:
-                compute()
-                _wait(accelerator)
-                seconds = time.perf_counter() - begin
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)
+            seconds = _time(accelerator, compute)
             if number > 0:
                 minima[name] = min(minima[name], seconds)
             elif name == first and has_run(MAX_SECONDS):
@@ -121,6 +112,18 @@ def measure(accelerator: Accelerator, computations: Mapping[Key, Callable[[], ob
     return means
 
 
+def _time(accelerator: Accelerator, compute: Callable[[], object]) -> float:
+    """Compute once; return the seconds, infinite where memory runs out."""
+    _wait(accelerator)
+    begin = time.perf_counter()
+
+    def compute_all() -> None:
+        compute()
+        _wait(accelerator)
+
+    return time.perf_counter() - begin if has_memory(compute_all) else math.inf
+
+
 def find_fastest(seconds: Mapping[Key, float]) -> Key:
     """Find the fastest, or the first if that is hardly slower.
 
@@ -139,9 +142,8 @@ def _wait(accelerator: Accelerator) -> None:
 def _measure_fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, candidates: Candidates) -> str:
     model.to(accelerator.device)
     was_training = model.training
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), preserved_model(model):
         next(iter(candidates.values()))()
         micro_batch = _make_micro_batch(
             accelerator, source, _count_samples(accelerator, model, source, len(candidates))
@@ -158,26 +160,15 @@ def _measure_fastest(accelerator: Accelerator, model: nn.Module, source: SampleS
 
         seconds = measure(accelerator, {name: computation(candidates[name]) for name in names})
     model.train(was_training)
-    model.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)
     return find_fastest(seconds)
 
 
 def _count_samples(accelerator: Accelerator, model: nn.Module, source: SampleSource, num_candidates: int) -> int:
     """Count the samples to compare candidates on: so few that four rounds take `SECONDS`, by the time of one sample; two at
     least, which batch normalisation needs."""
-    micro_batch, seconds = _make_micro_batch(accelerator, source, 1), 0.0
-    try:
-        for _ in range(2):
-            begin = time.perf_counter()
-            _compute(accelerator, model, micro_batch)
-            _wait(accelerator)
-            seconds = time.perf_counter() - begin
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)
+    micro_batch = _make_micro_batch(accelerator, source, 1)
+    _, seconds = (_time(accelerator, lambda: _compute(accelerator, model, micro_batch)) for _ in range(2))
+    seconds = seconds if math.isfinite(seconds) else 0.0
     mean = accelerator.reduce(torch.tensor(seconds, device=accelerator.device), reduction="mean").item()
     limit = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
     return limit if mean == 0 else min(limit, max(2, int(SECONDS / (4 * num_candidates * mean))))

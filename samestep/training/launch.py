@@ -24,6 +24,7 @@ from samestep._internals.libc import stop_malloc_returning_memory
 from samestep._internals.torch_distributed import let_gloo_add_bf16, register_rendezvous
 from samestep.errors import UsageError
 from samestep.recipe.launches import find_refusal
+from samestep.recipe.recipe import Recipe
 from samestep.step.batch_norm import BatchNorm
 from samestep.training import sharding
 
@@ -33,19 +34,6 @@ RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 ONEDNN_KERNELS = "8192"
 """Capacity of oneDNN's cache of kernels. oneDNN generates a kernel, in 0.7 ms, for every size of a matmul in bf16; its default,
 1024, is too few for micro-batches of all sizes."""
-
-
-class ReplicaAccelerator(Accelerator):
-    """Accelerate's `Accelerator` of a replica of several (--fault_tolerance step).
-
-    Accelerate knows the processes of this replica only, so that nothing is divided by the number of replicas, which add their
-    gradients up.
-
-    Attributes:
-        is_main_process: whether it writes what a run writes; set from step to step.
-    """
-
-    is_main_process = True
 
 
 HOOKS = {
@@ -72,6 +60,7 @@ def create_accelerator(
     noise_scale_steps: int | None = None,
     fault_tolerance: str = "none",
     reduce_dtype: str = "own",
+    kind: type[Accelerator] = Accelerator,
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -91,6 +80,7 @@ def create_accelerator(
         fault_tolerance: `step`: the launch is one of several replicas; `restart`: the launcher starts workers
             again, on the machines that are there; `none`.
         reduce_dtype: type in which DistributedDataParallel sends gradients: bf16, fp16, or own.
+        kind: class of the accelerator.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -108,13 +98,14 @@ def create_accelerator(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if refusal := find_refusal(
+    refusal = find_refusal(
         is_sharded=shards,
         may_shard=may_shard,
         digest_steps=digest_steps,
         noise_scale_steps=noise_scale_steps,
         reduce_dtype=reduce_dtype,
-    ):
+    )
+    if refusal:
         problems.append(str(refusal))
     if problems:
         raise UsageError(problems)
@@ -126,8 +117,7 @@ def create_accelerator(
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     has_old_keys = generation != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False"
-    accelerator_class = ReplicaAccelerator if fault_tolerance == "step" else Accelerator
-    accelerator = accelerator_class(
+    accelerator = kind(
         # Sharded gradients are reduced in every micro-batch: if they waited for the last, they would be whole on every process.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
         fsdp_plugin=plugin,
@@ -145,8 +135,6 @@ def create_accelerator(
         ],
         **kwargs,
     )
-    if isinstance(accelerator, ReplicaAccelerator):
-        accelerator.is_main_process = accelerator.process_index == 0  # until replicas have met
     if problems := _find_accelerator_problems(accelerator, is_reproducible, fault_tolerance):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
@@ -164,6 +152,28 @@ def create_accelerator(
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         shard_on_cpus(accelerator, plugin)
     return accelerator
+
+
+def check_recipe(accelerator: Accelerator, recipe: Recipe) -> None:
+    """Check that the launch can train a recipe.
+
+    Raises:
+        UsageError: they exclude each other.
+    """
+    shards = is_sharded(accelerator)
+    sent = find_refusal(
+        communication=recipe.communication,
+        mixed_precision=accelerator.mixed_precision,
+        is_sharded=shards,
+        num_processes=accelerator.num_processes,
+    )
+    kept = find_refusal(
+        is_sharded=shards,
+        optimizer=recipe.optimizer_name,
+        base_quantization=getattr(recipe, "base_quantization", None),
+    )
+    if refusal := sent or kept:
+        raise UsageError(str(refusal))
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:

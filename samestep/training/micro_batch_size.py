@@ -1,11 +1,10 @@
-"""The trials before the first step, which find the largest micro-batch that fits into memory, and the fastest one.
+"""Finds the largest micro-batch that fits into memory, and the fastest one, by trying them before the first step.
 
 Memory is tried with the largest micro-batch there can be, samples of the greatest length; speed with the samples of a step. The
 results concern the hardware only: whatever they are, the step is the same.
 """
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from samestep.data.steps import MicroBatch
 from samestep.errors import RunError
 from samestep.step import accumulate, batch_norm
 from samestep.training import kernels
-from samestep.training.capacity import is_out_of_memory
+from samestep.training.capacity import has_memory, preserved_model
 from samestep.training.launch import waits_in_forward
 from samestep.training.recovery import Recovery
 
@@ -24,7 +23,7 @@ ForwardBackward = Callable[[MicroBatch, torch.Tensor], None]
 ComputeLoss = Callable[[MicroBatch, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
 
 
-def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
+def fit_micro_batch(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     """Lower the caps of `recovery.steps` to the largest that fit, and to the fastest, the same on every process. Called by all.
 
     The caps are tried as they are (without --per_device_train_batch_size all of a process's share), then halved until they fit,
@@ -125,7 +124,7 @@ def _measure_fastest(recovery: Recovery, forward_backward: ForwardBackward, limi
 
         return compute
 
-    with _preserve_model(recovery):
+    with _discarded(recovery):
         seconds = kernels.measure(accelerator, {size: computation(size) for size in sizes})
     return find_smallest(seconds) if accelerator.device.type == "cpu" else kernels.find_fastest(seconds)
 
@@ -185,32 +184,24 @@ def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int
     accelerator, model, source = recovery.accelerator, recovery.model, recovery.steps.source
     micro_batch = source.collate([source.longest()] * num_samples)
     counts = micro_batch.pop("counts").clamp(min=1).to(accelerator.device)
-    has_failed, moments = False, []
-    with _preserve_model(recovery):
-        try:
-            if not recovery.optimizer.state:
-                moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-            for _ in range(2):
-                with accelerator.no_sync(model):
-                    forward_backward(micro_batch, counts)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)
-            has_failed = True
-    del moments
+
+    def compute() -> None:
+        number = 0 if recovery.optimizer.state else 2
+        moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(number)]
+        for _ in range(2):
+            with accelerator.no_sync(model):
+                forward_backward(micro_batch, counts)
+        del moments  # which were there until now
+
+    with _discarded(recovery):
+        fits = has_memory(compute)
     if accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
-    return not recovery.agree(has_failed)
+    return not recovery.agree(not fits)
 
 
 @contextlib.contextmanager
-def _preserve_model(recovery: Recovery) -> Iterator[None]:
-    """Preserve the model around a computation: remove its gradients, keep them out of moments, restore running statistics."""
-    model = recovery.model
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with recovery.reduction.discard_gradients():
+def _discarded(recovery: Recovery) -> Iterator[None]:
+    """Keep gradients that are computed within this context out of parameters and moments, and the model as it was."""
+    with recovery.reduction.discard_gradients(), preserved_model(recovery.model):
         yield
-    model.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)

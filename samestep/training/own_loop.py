@@ -32,12 +32,13 @@ from samestep.data.per_sample import PerSample
 from samestep.data.steps import MicroBatch, Steps
 from samestep.errors import UsageError
 from samestep.printing import format_count
-from samestep.step.accumulate import iterate_micro_batches, loss_scale, total_counts
-from samestep.step.losses import nonzero, weighted_loss
+from samestep.step.accumulate import iterate_micro_batches, total_counts
+from samestep.step.losses import nonzero
 from samestep.step.means import find_mean
 from samestep.step.noise import Noise
 from samestep.training import prepared
 from samestep.training.launch import SIZES, is_sharded
+from samestep.training.step import Step
 
 Targets = Callable[[Any], int | torch.Tensor]
 SUM = 'a sum over the targets, as F.cross_entropy(..., reduction="sum")'
@@ -60,8 +61,8 @@ class CountedBatch:
     samples: Sequence[tuple[int, int]] = ()
 
 
-class Step:
-    """One optimizer step: iterate over its micro-batches, on the accelerator's device.
+class LoopStep(Step):
+    """One optimizer step of a loop of one's own: iterate over its micro-batches, on the accelerator's device.
 
     Attributes:
         index: number of the step; 0 is the first.
@@ -76,31 +77,41 @@ class Step:
     def __init__(
         self,
         accelerator: Accelerator,
-        index: int,
-        epoch: float,
+        place: tuple[int, float, bool | torch.Tensor],
         micro_batches: Sequence[CountedBatch],
         num_targets: torch.Tensor,
         is_first: bool,
-        is_last_of_epoch: bool | torch.Tensor,
         noise: Noise | None = None,
     ):
-        self.index, self.epoch, self.num_targets = index, epoch, num_targets
-        self._is_last_of_epoch = is_last_of_epoch
-        self.num_micro_batches = len(micro_batches)
-        self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
-        self._noise = noise
+        index, epoch, self._is_last_of_epoch = place
+        super().__init__(accelerator, index, epoch)
+        self._num_targets, self._parts, self._is_first, self._noise = num_targets, micro_batches, is_first, noise
         self._current: CountedBatch | None = None
-        self._sums = torch.zeros((), device=accelerator.device)
+        self._sums: list[torch.Tensor] = []
 
-    def __iter__(self) -> Iterator[Any]:
-        self._sums = torch.zeros((), device=self._accelerator.device)
-        for number, part in enumerate(iterate_micro_batches(self._accelerator, self._micro_batches), 1):
-            self._current, self._num_losses = part, 0
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self._parts)
+
+    @property
+    def num_targets(self) -> torch.Tensor:
+        return self._num_targets
+
+    @property
+    def loss_scale(self) -> int:
+        """k N; 0 for a micro-batch that counts nothing."""
+        return 0 if self._find_current().is_placeholder else super().loss_scale
+
+    @property
+    def micro_batches(self) -> Iterator[Any]:
+        self._sums = []
+        for number, part in enumerate(iterate_micro_batches(self.accelerator, self._parts), 1):
+            self._current, num_noted = part, len(self._sums)
             if self._noise is not None:
-                self._noise.set_samples(part.samples, self._accelerator.device)
-            yield send_to_device(part.batch, self._accelerator.device, non_blocking=True)
+                self._noise.set_samples(part.samples, self.accelerator.device)
+            yield send_to_device(part.batch, self.accelerator.device, non_blocking=True)
             if self._is_first:
-                self._check_use(number)
+                self._check_use(number, is_noted=len(self._sums) > num_noted)
         self._current = None
 
     @property
@@ -123,24 +134,12 @@ class Step:
         Raises:
             UsageError: no micro-batch is being computed, sums of another shape than the targets', in the first step a mean.
         """
-        if self._current is None:
-            raise UsageError("step.loss was called outside its loop: call it for each batch of `for batch in step:`")
-        sums, returned_counts = sums if isinstance(sums, tuple) else (sums, None)
-        if not isinstance(sums, torch.Tensor) or sums.shape != self.num_targets.shape:
-            description = list(sums.shape) if isinstance(sums, torch.Tensor) else type(sums).__name__
-            raise UsageError(
-                f"step.loss was given {description}, but targets returns {list(self.num_targets.shape)}: one sum for each "
-                "number of targets"
-            )
-        if self._is_first:
-            self._check_sums(sums, returned_counts)
-        sums = sums.float() if sums.dtype in (torch.float16, torch.bfloat16) else sums
-        if self._current.is_placeholder:
-            sums = sums * 0
-        self._sums = self._sums + sums.detach()
-        self._num_losses += 1
-        weights = torch.ones_like(sums) if weights is None else torch.as_tensor(weights).to(sums)
-        return weighted_loss(sums, self.num_targets, weights) * loss_scale(self._accelerator)
+        self._find_current()
+        return super().loss(sums, weights)
+
+    def add_to_log(self, sums: torch.Tensor) -> None:
+        """Note the summed losses of a micro-batch, for `mean_loss`."""
+        self._sums.append(sums.detach() * 0 if self._find_current().is_placeholder else sums.detach())
 
     def mean_loss(self) -> torch.Tensor:
         """Compute the mean of each term over all targets of the whole step, without weights; for the log.
@@ -150,27 +149,40 @@ class Step:
         Returns:
             scalar or [terms], as `num_targets`.
         """
-        return self._accelerator.reduce(self._sums, reduction="sum") / nonzero(self.num_targets)
+        total = sum(self._sums, torch.zeros((), device=self.accelerator.device))
+        return self.accelerator.reduce(total, reduction="sum") / nonzero(self.num_targets)
 
-    def _check_use(self, number: int) -> None:
+    def _find_current(self) -> CountedBatch:
+        if self._current is None:
+            raise UsageError("step.loss was called outside its loop: call it for each batch of `for batch in step:`")
+        return self._current
+
+    def _take_sums(self, sums: torch.Tensor, returned_counts: Any) -> torch.Tensor:
+        if self._is_first:
+            self._check_sums(sums, returned_counts)
+        sums = super()._take_sums(sums, returned_counts)
+        return sums * 0 if self._find_current().is_placeholder else sums
+
+    def _check_use(self, number: int, is_noted: bool) -> None:
         """Check after each micro-batch of the first step that the loop used it as it must."""
-        if self._accelerator.step != number:
-            num_entries = self._accelerator.step
+        if self.accelerator.step != number:
+            num_entries = self.accelerator.step
             raise UsageError(
                 f"accelerator.accumulate was entered {num_entries} times for {format_count(number, 'micro-batch')}: compute "
                 "each one, once, inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
             )
-        if not self._num_losses:
+        if not is_noted:
             raise UsageError(
                 "step.loss was not called for a micro-batch: accelerator.backward(step.loss(sums)), with the summed loss"
             )
 
     def _check_sums(self, sums: torch.Tensor, returned_counts: Any) -> None:
         """Check in the first step that the loss is a sum, over as many targets as `targets` counted."""
-        counts = self._current.counts.tolist()
+        current = self._find_current()
+        counts = current.counts.tolist()
         if (
             returned_counts is not None
-            and not self._current.is_placeholder
+            and not current.is_placeholder
             and not np.allclose(loss_counts := to_counts(returned_counts).tolist(), counts, rtol=1e-5, atol=0)
         ):
             raise UsageError(
@@ -320,9 +332,8 @@ class ExactSteps:
                     _check_targets(counts)
                 counts = counts.view(data.micro_batches[0]["shape"])
                 is_last = (data.step + 1) // per_epoch > data.step // per_epoch
-                yield Step(
-                    self._accelerator, data.step, data.epoch, micro_batches, counts, is_first, is_last, self._noise
-                )
+                place = data.step, data.epoch, is_last
+                yield LoopStep(self._accelerator, place, micro_batches, counts, is_first, self._noise)
 
 
 def exact_windows(
@@ -438,7 +449,8 @@ class ExactWindows:
                         progress = min(1.0, num_done / self._num_batches) if self._num_batches else 0.0
                         is_last = False if has_more else counts[-1] == 0
                         num_targets = counts[:-2].view(form.shape)
-                        yield Step(accelerator, index, epoch + progress, window, num_targets, not index, is_last)
+                        place = index, epoch + progress, is_last
+                        yield LoopStep(accelerator, place, window, num_targets, not index)
                         index += 1
 
 

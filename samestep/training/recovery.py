@@ -1,4 +1,4 @@
-"""Keeps a run going, or stops it in good order, when memory runs out, numbers are not finite, processes do not answer, or a
+"""Keeps a run going, or stops it in good order, when memory runs out, processes do not answer, or a
 stop is requested.
 
 A step is attempted. When memory runs out on any process, every process throws its gradients away, halves its caps and
@@ -28,6 +28,7 @@ from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LOST_PROCESS, LostProcessError, RunError, is_lost_connection, will_be_restarted
 from samestep.training.capacity import is_out_of_memory, recall
+from samestep.training.checkpoint import Saver
 from samestep.training.launch import waits_in_forward
 from samestep.training.reduction import Reduction, RepeatStep
 from samestep.training.report import RunLog
@@ -42,9 +43,9 @@ class Recovery:
         accelerator: the run's.
         steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
-        log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
-            stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
+        log: writes lines and events; its settings are used: `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
         reduction: how gradients become the step's.
+        saver: writes checkpoints.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class Recovery:
         optimizer: torch.optim.Optimizer,
         log: RunLog,
         reduction: Reduction,
+        saver: Saver,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
-        self.log, self.settings, self.reduction = log, log.settings, reduction
+        self.log, self.settings, self.reduction, self.saver = log, log.settings, reduction, saver
         self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
         self.capacity = recall(accelerator, log.recipe, self.settings)
         self.should_stop = False  # whether any process was asked to stop; the same on all of them
         self.should_save = False  # whether --checkpointing_minutes have passed on process 0; the same on all of them
         self.restart_save_clock()
-        self.is_nonfinite = torch.zeros((), device=accelerator.device)
         self.cpu_group = None
         if accelerator.num_processes > 1:
             self.cpu_group = dist.new_group(
@@ -106,19 +107,25 @@ class Recovery:
         self.exponent = flags[3]
         return any_failed
 
-    def skip_update_if_not_finite(self, grad_norm: torch.Tensor) -> None:
-        """Let the optimizer leave out this step's update if the gradient is not finite, without waiting for the device.
+    def save(self, step: int, *, is_routine: bool = False) -> None:
+        """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
+        self.log.write()
+        self.saver.save(step, self.log.not_finite.num_skipped, self.log.run_id, is_routine=is_routine)
+        self.log.progress.restart_clock()
 
-        torch's fused optimizers read `found_inf`, and keep parameters and state as they are where it is 1. When a gradient
-        scaler is used, it does the same by itself.
+    def end_session(self) -> None:
+        """Wait for the last checkpoint, and let go of the output folder. Called when lines are written, as far as they could.
 
-        Args:
-            grad_norm: scalar on the device, norm of the whole gradient: the same on all processes.
+        Raises:
+            RunError: the last checkpoint, or lines, could not be written.
         """
-        if self.accelerator.scaler is None and self.reduction.can_skip_update:
-            now = (~grad_norm.isfinite()).float()
-            self.is_nonfinite = torch.maximum(self.is_nonfinite, now) if self.settings.on_nonfinite == "stop" else now
-            self.optimizer.optimizer.found_inf = self.is_nonfinite
+        folder = self.log.folder
+        try:
+            self.saver.close()
+        finally:
+            folder.release()
+        if lost_files := folder.list_unwritten(self.accelerator.is_main_process):
+            raise RunError(f"{', '.join(lost_files)} in {folder.output_dir} could not be written to the end")
 
     def close(self, is_finished: bool) -> int:
         """Handle signals as before again, and let go of the model and the optimizer.
@@ -174,7 +181,8 @@ class Attempt:
         counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
         sums: detached summed losses of each micro-batch, [terms] each; the loop appends them.
         is_complete: whether all processes came to the end of the step.
-        failure: why the step is not complete: `memory` ran out, its exact sums need another `quantum`, or a `replica` was lost.
+        failure: why the step is not complete: `memory` ran out, its exact sums need another `quantum`, or what else the
+            reduction says.
     """
 
     def __init__(self, recovery: Recovery, data: StepData, counts: torch.Tensor | None = None):
@@ -236,7 +244,7 @@ class Attempt:
             if self.recovery.cpu_group is None or isinstance(error, RunError) or not is_lost_connection(error):
                 raise
             if will_be_restarted():
-                self.recovery.log.saver.finish_writing()
+                self.recovery.saver.finish_writing()
                 raise LostProcessError(f"step {self.data.step + 1}: {LOST_PROCESS}") from error
             raise RunError(f"step {self.data.step + 1}: {self._describe_missing_processes()}") from error
 

@@ -23,21 +23,22 @@ from samestep.data.steps import MicroBatch, StepData
 from samestep.errors import RunError, UsageError
 from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.run_settings import BITS_DEPEND_ON, RunSettings
 from samestep.step import accumulate
 from samestep.step.exact_sum import ExactSum
 from samestep.training import digest, launch
 
 if TYPE_CHECKING:  # who asks; they import this module
     from samestep.training.checkpoint import State
+    from samestep.training.output_folder import OutputFolder
     from samestep.training.recovery import Attempt, Recovery
     from samestep.training.report import RunLog
-    from samestep.training.run import Run, Step
-    from samestep.training.shared_folder import SharedFolder
+    from samestep.training.run import Run
+    from samestep.training.run_step import RunStep
 
 
 class RepeatStep(Exception):
-    """Raised to leave a step because memory ran out on some process, exact sums need another quantum, or a replica was lost."""
+    """Raised to leave a step because memory ran out on some process, exact sums need another quantum, or others were lost."""
 
 
 class HasEnded(Exception):
@@ -53,31 +54,40 @@ class Reduction:
         settings: how it is run here.
 
     Attributes:
-        num_workers: parts in which a step's samples are dealt out; None: one for each process.
-        own: numbers of the workers that this process computes, one after the other; empty: it computes its own part.
+        num_parts: parts in which a step's samples are dealt out; None: one for each process.
+        own_parts: numbers of those that this process computes, one after the other; empty: that of its own number.
         exact_sum: takes gradients away from the parameters as they come; None: they accumulate there.
         is_exact: whether the bits of a step depend on no process: batch normalisation and noise then do not, either.
         can_skip_update: whether an optimizer that is told so leaves out an update whose gradient is not finite.
         holds_back: whether parameters and all else are as they were before such a step.
+        has_ended: whether others have ended the run while this launch was away.
     """
 
-    num_workers: int | None = None
-    own: Sequence[int] = ()
+    num_parts: int | None = None
+    own_parts: Sequence[int] = ()
     exact_sum: ExactSum | None = None
     is_exact = False
     can_skip_update = True
     holds_back = True
+    has_ended = False
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, settings: RunSettings):
         self.accelerator, self.recipe, self.settings = accelerator, recipe, settings
 
     # ------------------------------------------------------------------------------------------ before the first step
 
-    def join(self, folder: "SharedFolder | None") -> None:
-        """Join others in the output folder, where it is shared (None: it is not)."""
+    def join(self, folder: "OutputFolder") -> None:
+        """Join others in the output folder, where it is shared."""
 
     def check_checkpoint(self, folder: Path | None, start: "State", say: Callable[[str], None]) -> None:
         """Check that the bits of the next step can follow from a checkpoint (None: there is none). Raises UsageError if not."""
+
+    def check_longer(self, folder: Path, num_done: int, num_steps: int) -> None:
+        """Check that the checkpoint at the end of a training of `num_done` steps can be one of a training of `num_steps`.
+
+        Raises:
+            UsageError: it cannot.
+        """
 
     def prepare(
         self,
@@ -145,7 +155,7 @@ class Reduction:
         """Number of processes by which gradients are divided after the last backward: N."""
         return self.accelerator.num_processes
 
-    def seed_noise(self, step: "Step") -> None:
+    def seed_noise(self, step: "RunStep") -> None:
         """Make noise that is drawn on this process a function of the seed, the step and the process."""
         accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index)
 
@@ -153,17 +163,17 @@ class Reduction:
         """Find the counts that weight this process's losses now, [terms]."""
         return attempt.counts
 
-    def micro_batches(self, step: "Step") -> Iterator[MicroBatch]:
+    def micro_batches(self, step: "RunStep") -> Iterator[MicroBatch]:
         """Iterate over this process's micro-batches of a step; `accelerator.accumulate` synchronises at the last one."""
         data = step.data
         parts = list(zip(data.micro_batches, data.samples, strict=True))
         for micro_batch, samples in accumulate.iterate_micro_batches(self.accelerator, parts):
             yield step.take(micro_batch, samples)
 
-    def check_scale(self, step: "Step") -> None:
+    def check_scale(self, step: "RunStep") -> None:
         """Check that a script has multiplied its losses by `loss_scale`, where no other factor will do."""
 
-    def clip(self, step: "Step", max_norm: float | None) -> torch.Tensor:
+    def clip(self, step: "RunStep", max_norm: float | None) -> torch.Tensor:
         """Make a step's gradient whole, clip it, and return its norm before, scalar; called between backward and update."""
         step.make_gradient_whole()
         return step.clip_whole_gradient(max_norm)
@@ -278,7 +288,7 @@ class ExactSums(Unrepeatable):
     def check_checkpoint(self, folder: Path | None, start: "State", say: Callable[[str], None]) -> None:
         values: dict[str, Any] = {"reproducible": self.settings.reproducible}
         values |= {"mixed_precision": self.accelerator.mixed_precision, "device": self.accelerator.device.type}
-        for name in ("per_device_train_tokens", "attn_implementation", "noise_scale_steps"):
+        for name in BITS_DEPEND_ON:
             values[name] = getattr(self.settings, name, None)
         saved, machine = values if folder is None else start.exact_sum or {}, digest.machine_kind()
         if differences := "; ".join(
@@ -326,7 +336,7 @@ class ExactSums(Unrepeatable):
     def num_averaged(self) -> int:
         return 1
 
-    def micro_batches(self, step: "Step") -> Iterator[MicroBatch]:
+    def micro_batches(self, step: "RunStep") -> Iterator[MicroBatch]:
         data = step.data
         parts = list(zip(data.micro_batches, data.samples, data.numbers, strict=True))
         for micro_batch, samples, number in accumulate.iterate_micro_batches(
@@ -335,7 +345,7 @@ class ExactSums(Unrepeatable):
             accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, number or 0)
             yield step.take(micro_batch, samples)
 
-    def check_scale(self, step: "Step") -> None:
+    def check_scale(self, step: "RunStep") -> None:
         if not step.is_scaled:
             raise UsageError(
                 "reproducible is given, but the loss was multiplied by other factors than step.loss_scale: write "

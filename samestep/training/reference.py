@@ -55,7 +55,7 @@ def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> N
     """
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
     torch.manual_seed(recipe.seed)  # as in `run.prepare`: the same weights
-    model = model_class.from_recipe(recipe, run.train).to(getattr(torch, settings.dtype))
+    model = model_class.from_recipe(recipe, run.data[0]).to(getattr(torch, settings.dtype))
     if not launch.is_sharded(accelerator):
         model.to(accelerator.device)
     candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)

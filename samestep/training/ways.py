@@ -1,28 +1,66 @@
 """The one list of what is not the usual way; what `samestep.contrib` holds is imported here alone, when a run asks for it."""
 
-import importlib
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.training.copies import Peers, Store
+from samestep.training.copies import Copies, Peers, Store
+from samestep.training.output_folder import OutputFolder
+from samestep.training.parts import Part
 from samestep.training.reduction import Reduction
+
+if TYPE_CHECKING:
+    from samestep.training.run import Run
 
 WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
     ("samestep.contrib.replication.reduction:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
     (
         "samestep.contrib.communication.reductions:LocalSteps",
-        lambda recipe, settings: recipe.exchange is not None and recipe.exchange.is_local,
+        lambda recipe, settings: recipe.communication is not None and recipe.communication.is_local,
     ),
-    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.exchange is not None),
+    ("samestep.contrib.communication.reductions:Exchanging", lambda recipe, settings: recipe.communication is not None),
     ("samestep.contrib.folding:Folding", lambda recipe, settings: recipe.accumulation == "optimizer"),
     ("samestep.training.reduction:ExactSums", lambda recipe, settings: settings.reproducible is not None),
     ("samestep.training.reduction:Reduction", lambda recipe, settings: True),
 ]
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
+
+STRAGGLERS = "samestep.contrib.stragglers:Stragglers"
+PARTS: list[tuple[str, Callable[[Any], bool]]] = [
+    ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
+    (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
+    ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
+    ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
+    ("samestep.training.report:RunLog", lambda run: True),
+    ("samestep.training.trackers:Trackers", lambda run: run.settings.report_to != "none"),
+    ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
+]
+"""MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
+
+
+def _is_there(place: str) -> bool:
+    """Tell whether a module was not deleted."""
+    module = place.partition(":")[0]
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _follows_noise(recipe: Recipe) -> bool:
+    return recipe.batch_schedule is not None and recipe.batch_schedule.kind == "noise"
+
+
+def make_parts(run: "Run", parts: list[Part]) -> None:
+    """Make the parts of a run, and add them to `parts`, which those that come later may look at."""
+    for place, is_wanted in PARTS:
+        if is_wanted(run):
+            parts.append(_load(place)(run))
 
 
 def _load(place: str) -> Any:
@@ -30,20 +68,31 @@ def _load(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def open_store(accelerator: Accelerator, settings: RunSettings) -> Store:
-    """Open the place in which a run keeps copies of its checkpoints."""
-    if settings.checkpoint_store is None:
-        return Store()
-    store: Store = _load("samestep.contrib.copies.checkpoint_store:open_store")(accelerator, settings)
-    return store
+def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
+    """Find the class of a run's accelerator."""
+    if settings.fault_tolerance != "step":
+        return Accelerator
+    kind: type[Accelerator] = _load("samestep.contrib.replication.replica_accelerator:ReplicaAccelerator")
+    return kind
 
 
-def find_peers(accelerator: Accelerator, settings: RunSettings) -> Peers:
-    """Find the machines that keep copies of a run's checkpoints."""
-    if not settings.replicate_checkpoints:
-        return Peers()
-    peers: Peers = _load("samestep.contrib.copies.peer_copies:find_peers")(accelerator, settings)
-    return peers
+def choose_folder(settings: RunSettings) -> OutputFolder:
+    """Make the output folder of a run, which is on no disk yet."""
+    place = "samestep.training.output_folder:OutputFolder"
+    if settings.fault_tolerance == "step":
+        place = "samestep.contrib.replication.shared_folder:SharedFolder"
+    folder: OutputFolder = _load(place)(Path(settings.output_dir))
+    return folder
+
+
+def open_copies(accelerator: Accelerator, settings: RunSettings) -> Copies:
+    """Open the places in which a run keeps copies of its checkpoints."""
+    store, peers = Store(), Peers()
+    if settings.checkpoint_store is not None:
+        store = _load("samestep.contrib.copies.checkpoint_store:open_store")(accelerator, settings)
+    if settings.replicate_checkpoints:
+        peers = _load("samestep.contrib.copies.peer_copies:find_peers")(accelerator, settings)
+    return Copies(store, peers)
 
 
 def choose_reduction(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> Reduction:

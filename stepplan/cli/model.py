@@ -133,7 +133,8 @@ def make_workload(
     Args:
         training: the model and its training.
         config: the model's.
-        critical_batch_size, attention: as of `workload.from_model`.
+        critical_batch_size: as of `Workload`.
+        attention: as of `workload.from_model`.
         may_trace: whether a model without a formula is traced.
         script_words: what names it to scripts/finetune_causal_lm.py; None: no script trains it.
     """
@@ -147,26 +148,17 @@ def make_workload(
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
         if num_steps is None and training.num_train_epochs:
             num_steps = layouts.num_steps(per_epoch, training.num_train_epochs)
-    workload = from_model(
-        dataclasses.replace(model, chunked_head=True) if script_words else model,
-        training.name,
-        global_batch_size=training.global_batch_size,
-        optimizer=training.optimizer,
-        num_steps=num_steps,
-        steps_per_epoch=None if per_epoch is None else float(per_epoch),
-        attention=attention,
-        critical_batch_size=critical_batch_size,
-    )
     stored = 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4
-    workload = dataclasses.replace(workload, download_bytes=stored * model.num_parameters)
+    fields: dict[str, Any] = {"num_steps": num_steps, "critical_batch_size": critical_batch_size}
+    fields |= {"steps_per_epoch": None if per_epoch is None else float(per_epoch)}
+    fields |= {"download_bytes": stored * model.num_parameters}
     if is_causal(config):
-        hint = "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe FILE.yaml writes a recipe for it."
-        workload = dataclasses.replace(workload, hint=hint)
+        fields["hint"] = "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe FILE.yaml writes a recipe for it."
     if script_words:
-        workload = dataclasses.replace(
-            workload, script=CausalLmFineTuning.parts.script, script_words=tuple(script_words)
-        )
-    return workload
+        model = dataclasses.replace(model, chunked_head=True)
+        fields |= {"script": CausalLmFineTuning.parts.script, "script_words": tuple(script_words)}
+    batch, optimizer = training.global_batch_size, training.optimizer
+    return from_model(model, training.name, global_batch_size=batch, optimizer=optimizer, attention=attention, **fields)
 
 
 def _load_defaults(model_type: str) -> dict[str, Any]:

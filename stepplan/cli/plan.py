@@ -15,10 +15,11 @@ import yaml
 from samestep.cli.flags import read_recipe, retype, write_file
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError
+from samestep.printing import round_number
 from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
 from samestep.recipe.reading import format_name
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import VARIANTS, Recipe
 from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
@@ -121,9 +122,7 @@ def answer_recipe(
     def make(more: Mapping[str, Any]) -> Workload:
         """Make the workload with more changes, which a recipe written before does not hold."""
         workload = from_recipe(
-            build(type(recipe), recipes.overlay(dataclasses.asdict(recipe), more), f"recipe {name}")
-            if more
-            else recipe,
+            build(type(recipe), recipes.overlay(vars(recipe), more), f"recipe {name}") if more else recipe,
             source=settings.write_recipe or name,
             changes=more if settings.write_recipe else {**changes, **more},
             attention=settings.attn_implementation,
@@ -171,6 +170,7 @@ def write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:
     if base.endswith((".yaml", ".yml")):
         base = os.path.relpath(base, Path(file).parent)
     values = {"extends": base} | {name: list(v) if isinstance(v, tuple) else v for name, v in changes.items()}
+    values |= {name: kind.read(values[name]).mapping for name, kind in VARIANTS.items() if values.get(name)}
     write_file("write_recipe", file, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
@@ -222,8 +222,7 @@ def answer_plan(
         placement = _place(make, hardware, cut | options, words)
         if settings.write_config is not None:
             write_file("write_config", settings.write_config, placement.config(settings.write_config))
-        options = {option: getattr(placement, option) for option in options}
-        layout = placement.layout
+        options, layout = placement.options, placement.layout
         result = subject | answer.describe_plan(workload, layout, placement.memory, options)
         write_command = None
         if workload.script and settings.write_config is None and placement.config_file is None:
@@ -267,10 +266,7 @@ def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any]
         except UsageError as error:
             rows.append({"hardware": str(machine), "problem": str(error)})
             continue
-        chosen = {
-            option: getattr(placement, option) for option in ("mixed_precision", "gradient_checkpointing", "sharded")
-        }
-        described = answer.describe_plan(workload, placement.layout, placement.memory, chosen)
+        described = answer.describe_plan(workload, placement.layout, placement.memory, placement.options)
         rows.append(described | answer.describe_placement(placement, placement.command(), terms=own_terms))
     rows = answer.sort_rows(rows, settings.sort)
     result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
@@ -322,7 +318,7 @@ def _describe_remedy(remedy: Remedy, workload: Workload) -> tuple[dict[str, Any]
     """Return the flags of a remedy, and its speed and whether the steps stay the same, in words."""
     placement = remedy.placement
     unit = "tokens" if workload.model.unit == "token" else "images"
-    speed = f"{text.round_number(1 / remedy.seconds_per_unit)} {unit}/s"
+    speed = f"{round_number(1 / remedy.seconds_per_unit)} {unit}/s"
     if remedy.changes:
         return {name: str(value) for name, value in remedy.changes.items()}, f"{speed}, another recipe"
     return {"on": str(placement.hardware)}, f"{speed}, the same steps"

@@ -10,7 +10,8 @@ from drawing import COLOURS, canvas, png
 from torch import nn
 from verdicts import Claim, Experiment, column, equal, spread
 
-from samestep.step.optim import AccumulatingAdamW, accumulating
+from samestep.contrib.optim import accumulating
+from samestep.step.optim import AccumulatingAdamW
 
 HERE = (sys.modules[__name__], accumulating)
 Result = dict[str, Any]

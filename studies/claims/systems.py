@@ -20,9 +20,10 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, PreTrainedM
 from transformers.utils import logging
 from verdicts import Claim, Experiment, column, near, rounds, so, within
 
+from samestep.contrib.optim import accumulating
 from samestep.cut import layout as plan
 from samestep.recipe.catalog import load
-from samestep.step.optim import AccumulatingSGD, accumulating
+from samestep.step.optim import AccumulatingSGD
 from stepplan import hardware, memory, placement, timing, trace
 from stepplan.workload import from_recipe
 

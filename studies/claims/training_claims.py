@@ -12,8 +12,8 @@ from drawing import COLOURS, canvas, png
 from training import MOST, PRETRAINING
 from verdicts import Case, Claim, Experiment, at_best, at_least, column, less, named, near, so, spread, within
 
+from samestep.contrib.optim import accumulating
 from samestep.data import images, sentence_pairs
-from samestep.step.optim import accumulating
 
 Result = dict[str, Any]
 METRICS = {"end": "training loss", "held_out": "held-out loss"}

@@ -89,9 +89,9 @@ def data_flags(program: str, corpus: Path) -> list[str]:
 def write_corpus(folder: Path) -> Path:
     """Write 61 real documents of very different lengths as a .jsonl file; short.jsonl beside it has their beginnings,
     labelled.csv pairs of words from them and labels."""
-    from samestep.data.documents import load_documents  # here: `datasets` reads HF_HOME when it is imported
+    from samestep.data.documents import load_rows  # here: `datasets` reads HF_HOME when it is imported
 
-    documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
+    documents = load_rows(train_file=None, dataset_name="builtin/python_docs").rows
     for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):
         lines = [
             json.dumps({"text": documents[8 * row % len(documents)]["text"][: first + more * row]}) + "\n"

@@ -9,7 +9,7 @@ import torch
 from common import all_metrics, evaluations, metrics
 from safetensors.torch import load_file
 
-from samestep.training import stragglers
+from samestep.recipe.run_files import TIMES
 from samestep.training.checkpoint import checkpoints, read
 
 BF16 = 2**-8
@@ -18,7 +18,7 @@ from the exact one, by whatever kernel they are."""
 
 
 def untimed_metrics(output_dir) -> list[dict]:
-    times = ("seconds", *stragglers.KEYS)
+    times = ("seconds", *TIMES)
     return [{name: v for name, v in line.items() if name not in times} for line in all_metrics(output_dir)]
 
 

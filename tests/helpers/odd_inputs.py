@@ -33,6 +33,7 @@ from samestep.data import (
     documents,
     images,
     labelled_texts,
+    row_report,
     template_process,
     tokenizer,
 )
@@ -424,9 +425,9 @@ def _read_capacity() -> None:
 
 
 def _read_results() -> None:
-    for mark, fault in images._load_results(Path("odd.json")).values():
-        assert isinstance(mark, str)
+    for mark, fault, notes in images._load_results(Path("odd.json")).values():
         assert fault is None or isinstance(fault, str)
+        assert all(isinstance(text, str) for text in (mark, *notes))
 
 
 def _in_own_cache(read: Callable[[], object]) -> Callable[[], None]:
@@ -440,11 +441,11 @@ def _in_own_cache(read: Callable[[], object]) -> Callable[[], None]:
 
 
 def _read_documents(file: str) -> None:
-    len(documents.load_documents(train_file=[file], dataset_name=None))
+    len(row_report.take_good([documents.load_rows(train_file=[file], dataset_name=None)])[0])
 
 
 def _read_texts(file: str) -> None:
-    len(labelled_texts.load_texts(train_file=[file]))
+    len(row_report.take_good([labelled_texts.load_rows(train_file=[file])])[0])
 
 
 def _read_rows(file: str) -> None:
@@ -478,10 +479,8 @@ READERS: dict[str, tuple[str, tuple[str, ...] | Callable[[], object]]] = {
         f"documents {kind}": (f"odd{kind}", functools.partial(_read_documents, f"odd{kind}"))
         for kind in documents.READERS
     },
-    **{
-        f"texts {kind}": (f"odd{kind}", functools.partial(_read_texts, f"odd{kind}")) for kind in labelled_texts.READERS
-    },
-    **{f"rows {kind}": (f"odd{kind}", functools.partial(_read_rows, f"odd{kind}")) for kind in labelled_texts.READERS},
+    **{f"texts {kind}": (f"odd{kind}", functools.partial(_read_texts, f"odd{kind}")) for kind in documents.ROW_READERS},
+    **{f"rows {kind}": (f"odd{kind}", functools.partial(_read_rows, f"odd{kind}")) for kind in documents.ROW_READERS},
 }
 """What is read -> the file's name, and the words of a program, or a function."""
 
@@ -683,8 +682,8 @@ def _fill_cache(folder: str, limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     Path("odd.txt").write_text("one line of text\n\n" * (3 if limit else 2000))
     try:
-        rows = documents.load_documents(train_file=["odd.txt"], dataset_name=None)
-        tokenizer.train_characters(rows, 50)
+        table = documents.load_rows(train_file=["odd.txt"], dataset_name=None)
+        tokenizer.train_characters(table.rows, 50)
     finally:
         sys.stderr.flush()
 

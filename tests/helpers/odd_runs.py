@@ -24,13 +24,14 @@ from odd_inputs import ODD, Case, _json
 from safetensors.torch import save_file
 
 from samestep.cli import main
+from samestep.contrib.noise.growth import NoiseFollower
+from samestep.contrib.replication.shared_folder import SharedFolder
+from samestep.contrib.watching import watch
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
-from samestep.recipe.batch_schedule import parse
-from samestep.recipe.ramp import NoiseFollower
+from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.step.exact_sum import ExactSum
-from samestep.training import checkpoint, plots, report, watch
-from samestep.training.shared_folder import SharedFolder
+from samestep.training import checkpoint, output_folder, plots
 
 RUN = recipes.load("gpt2_small_cpu")
 NUM_STEPS = 40
@@ -247,9 +248,9 @@ def _compare() -> None:
 
 def _resume() -> None:
     folder = Path()
-    report.prepare_lines(folder, 30, NUM_STEPS)
-    steps, evaluations = report.read_metrics(folder)
-    plots.plot_training(steps, evaluations, ["lm"], "a run", report.read_noise(folder))
+    output_folder.prepare_lines(folder, 30, NUM_STEPS)
+    steps, evaluations = output_folder.read_metrics(folder)
+    plots.plot_training(steps, evaluations, ["lm"], "a run", output_folder.read_noise(folder))
 
 
 def _replicas() -> None:
@@ -278,7 +279,7 @@ def _checkpoint() -> None:
     except checkpoint.DamagedCheckpoint as error:
         raise UsageError(f"checkpoint-3 is damaged: {error}") from None
     # What a run does with the state
-    follower = NoiseFollower(parse("noise 0.05 from 4"), 64, state.growth)
+    follower = NoiseFollower(BatchSchedule.read("noise 0.05 from 4"), 64, state.growth)
     follower.describe("sqrt")
     exact_sum = ExactSum(torch.nn.Linear(1, 1))
     if state.exact_sum is not None:

@@ -112,7 +112,7 @@ def all_commands() -> list[Printed]:
     found = [
         *itertools.chain.from_iterable(map(in_markdown, documents())),
         *itertools.chain.from_iterable(map(in_comments, sorted((ROOT / "accelerate_configs").iterdir()))),
-        *itertools.chain.from_iterable(map(in_comments, sorted((ROOT / "recipes" / "catalog").iterdir()))),
+        *itertools.chain.from_iterable(map(in_comments, sorted((ROOT / "recipes" / "catalog").glob("*.yaml")))),
         *itertools.chain.from_iterable(map(in_script, sorted((ROOT / "scripts").glob("*.py")))),
         *in_make(),
         *itertools.chain.from_iterable(

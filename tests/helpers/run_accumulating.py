@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, folding
+from samestep.contrib.optim import folding
+from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD
 
 STEPS = 50
 MICRO_BATCHES = {1: [[3, 1, 4, 2]], 2: [[3, 1, 4], [2]], 3: [[3, 1], [], [4, 2]]}

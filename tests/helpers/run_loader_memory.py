@@ -19,6 +19,7 @@ from samestep.data.labelled_texts import LabelledTexts
 from samestep.data.sentence_pairs import SentencePairs
 from samestep.data.steps import Steps
 from samestep.data.token_blocks import PackedBlocks
+from samestep.recipe.catalog import load
 
 CHUNK = 1000  # rows of a chunk: what `datasets` writes
 TOKENS, SENTENCE = 12, 4  # of a row, and of its sentences
@@ -72,8 +73,7 @@ def samples(kind: str, dataset: Dataset):
         return PackedBlocks(dataset, GPT2TokenizerFast(vocab={"<|endoftext|>": 0}, merges=[]), block_size=128, seed=0)
     if kind == "labelled_texts":
         return LabelledTexts(dataset, wordpiece, max_seq_length=128, classes=["a", "b"])
-    probabilities = {"short_seq_probability": 0.1, "next_sentence_probability": 0.5, "mlm_probability": 0.15}
-    return SentencePairs(dataset, wordpiece, seed=0, max_seq_length=128, **probabilities)
+    return SentencePairs(dataset, wordpiece, load("bert_base", {"seed": 0}))
 
 
 def measure(kind: str, file: Path) -> dict[str, int]:

@@ -61,11 +61,18 @@ def build(accelerator, kind):
 
 
 def train(accelerator, model, optimizer, steps, loss):
+    """Train; every other step in the words of the scripts."""
     losses, ends = [], []
     for step in steps:
-        for batch in step:
+        is_written_out = step.index % 2 == 1
+        for batch in step.micro_batches if is_written_out else step:
             with accelerator.accumulate(model):
-                accelerator.backward(step.loss(loss(model, batch)))
+                if is_written_out:
+                    sums, _ = loss(model, batch)
+                    accelerator.backward((sums / step.num_targets.clamp(min=1)).sum() * step.loss_scale)
+                    step.add_to_log(sums)
+                else:
+                    accelerator.backward(step.loss(loss(model, batch)))
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(step.mean_loss().item())

@@ -99,7 +99,7 @@ def train(program: str, argv: list[str], digests: Path) -> int:
         return reduce(self, data, *arguments, **keywords)
 
     def note(self) -> bool:
-        tensors = self._list_tensors().items()
+        tensors = self.state.list_tensors().items()
         text = "\n".join(f"{name} {digest.digest_tensor(tensor)}" for name, tensor in tensors)
         (digests / str(os.getpid())).write_text(text)
         return take_charge(self)
@@ -270,9 +270,9 @@ def main(folder: str, program: str, argv: str, is_sharded: str = "") -> None:
         argv: its arguments, in JSON.
         is_sharded: not empty: each replica is two processes that divide the weights.
     """
-    from samestep.contrib.replication import replicas
+    from samestep.contrib.replication import connection
 
-    replicas.SECONDS_OF_QUORUM = 3.0
+    connection.SECONDS_OF_QUORUM = 3.0
     words = json.loads(argv)
     scene_of = functools.partial(
         Scene, program, words, Path(folder) / "scene", Path(words[words.index("--output_dir") + 1])

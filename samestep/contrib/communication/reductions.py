@@ -13,6 +13,7 @@ from samestep.contrib.communication.compression import PowerSgd, TopK
 from samestep.contrib.communication.exchange import Exchange, find_own_workers
 from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.data.steps import MicroBatch
+from samestep.errors import UsageError
 from samestep.recipe import communication
 from samestep.step import accumulate
 from samestep.step.exact_sum import add_exactly
@@ -21,7 +22,7 @@ from samestep.training.checkpoint import WORKERS, State
 from samestep.training.recovery import Attempt
 from samestep.training.reduction import Unrepeatable
 from samestep.training.report import RunLog
-from samestep.training.run import Step
+from samestep.training.run_step import RunStep
 
 
 class Exchanging(Unrepeatable):
@@ -32,10 +33,10 @@ class Exchanging(Unrepeatable):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.communication = self.recipe.exchange
-        self.num_workers = self.communication.num_workers
+        self.communication = self.recipe.communication
+        self.num_parts = self.communication.num_workers
         accelerator = self.accelerator
-        self.own = find_own_workers(self.num_workers, accelerator.num_processes, accelerator.process_index)
+        self.own_parts = find_own_workers(self.num_parts, accelerator.num_processes, accelerator.process_index)
 
     def prepare(
         self,
@@ -66,7 +67,7 @@ class Exchanging(Unrepeatable):
         log.add_event(step + 1, communication.describe(self.communication), **self.exchange.count_bytes())
 
     def describe_cut(self, layout: Any) -> str:
-        if not self.own:
+        if not self.own_parts:
             return str(layout)
         return str(layout).replace("process(es)", f"workers on {self.accelerator.num_processes} process(es)")
 
@@ -74,24 +75,24 @@ class Exchanging(Unrepeatable):
     def loss_scale(self) -> int:
         return self.accelerator.gradient_accumulation_steps * self.exchange.loss_factor
 
-    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         """Iterate over the micro-batches of the workers that this process computes, one worker after the other."""
-        if not step.data.micro_batches_by_worker:
+        if not step.data.micro_batches_by_part:
             yield from super().micro_batches(step)
             return
         turns = self._list_turns(step)
         stream = accumulate.iterate_micro_batches(self.accelerator, list(itertools.chain(*turns)))
-        for place, (worker, turn) in enumerate(zip(self.own, turns, strict=True)):
+        for place, (worker, turn) in enumerate(zip(self.own_parts, turns, strict=True)):
             yield from self._iterate_worker(step, worker, itertools.islice(stream, len(turn)))
             if place + 1 < len(turns):
                 self.exchange.end_worker()
 
-    def _list_turns(self, step: Step) -> list[list[tuple[Any, Any]]]:
+    def _list_turns(self, step: RunStep) -> list[list[tuple[Any, Any]]]:
         """List of each worker its micro-batches, each with its samples."""
         parts = zip(step.data.micro_batches, step.data.samples, strict=True)
-        return [list(itertools.islice(parts, number)) for number in step.data.micro_batches_by_worker]
+        return [list(itertools.islice(parts, number)) for number in step.data.micro_batches_by_part]
 
-    def _iterate_worker(self, step: Step, worker: int, parts: Iterator[tuple[Any, Any]]) -> Iterator[MicroBatch]:
+    def _iterate_worker(self, step: RunStep, worker: int, parts: Iterator[tuple[Any, Any]]) -> Iterator[MicroBatch]:
         self.exchange.begin_worker(worker)
         accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=worker)
         for micro_batch, samples in parts:
@@ -120,6 +121,13 @@ class LocalSteps(Exchanging):
 
     counts: torch.Tensor | None = None  # of the worker that takes a step now
 
+    def check_longer(self, folder: Path, num_done: int, num_steps: int) -> None:
+        if num_done % self.communication.num_steps:
+            raise UsageError(
+                f"checkpoint {folder} is the end of a training of {num_done} steps, at which workers exchanged their "
+                f"parameters, but one of {num_steps} steps has no exchange there: resume from an earlier one"
+            )
+
     def _make_exchange(
         self, named_parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int
     ) -> Exchange:
@@ -132,9 +140,9 @@ class LocalSteps(Exchanging):
     def find_counts(self, attempt: Attempt) -> torch.Tensor:
         return attempt.counts if self.counts is None else self.counts
 
-    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         data, first, turns = step.data, 0, self._list_turns(step)
-        for place, (worker, turn) in enumerate(zip(self.own, turns, strict=True)):
+        for place, (worker, turn) in enumerate(zip(self.own_parts, turns, strict=True)):
             self.counts = data.micro_batch_counts[first : first + len(turn)].sum(0).to(self.accelerator.device)
             first += len(turn)
             yield from self._iterate_worker(step, worker, accumulate.iterate_micro_batches(self.accelerator, turn))
@@ -144,7 +152,7 @@ class LocalSteps(Exchanging):
             step.attempt.confirm_gradient()
             self.exchange.exchange()
 
-    def clip(self, step: Step, max_norm: float | None) -> torch.Tensor:
+    def clip(self, step: RunStep, max_norm: float | None) -> torch.Tensor:
         """Clip the gradient of one worker; return the root of the sum of the squares of all so far."""
         self.norms.append(step.clip_whole_gradient(max_norm))
         return torch.stack(self.norms).square().sum().sqrt()
@@ -157,7 +165,7 @@ class LocalSteps(Exchanging):
 
     def join_counts(self, parts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         squares = zip(*(norms.square().tolist() for _, norms in parts), strict=True)
-        means = [add_exactly(values) / self.num_workers for values in squares]
+        means = [add_exactly(values) / self.num_parts for values in squares]
         return sum(counts for counts, _ in parts), torch.tensor(means, dtype=torch.float64).sqrt()
 
     def may_save(self, step: int, num_steps: int) -> bool:

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from samestep.contrib.replication.replicas import Replicas
+from samestep.contrib.replication.shared_folder import SharedFolder
 from samestep.data.steps import MicroBatch, StepData
 from samestep.step import accumulate
 from samestep.training.checkpoint import State
+from samestep.training.output_folder import OutputFolder
 from samestep.training.recovery import Attempt, Recovery
-from samestep.training.reduction import ExactSums, Reduction, RepeatStep
-from samestep.training.run import Run, Step
-from samestep.training.shared_folder import SharedFolder
+from samestep.training.reduction import ExactSums, HasEnded, Reduction, RepeatStep
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
 
 
 class Replicated(Reduction):
@@ -29,7 +31,8 @@ class Replicated(Reduction):
         self.inner = self.exact or Reduction(*arguments)
         self.is_exact = is_exact
 
-    def join(self, folder: SharedFolder | None) -> None:
+    def join(self, folder: OutputFolder) -> None:
+        assert isinstance(folder, SharedFolder)
         self.replicas = Replicas(self.accelerator, self.settings, folder)
 
     def check_checkpoint(self, folder: Path | None, start: State, say: Callable[[str], None]) -> None:
@@ -49,9 +52,7 @@ class Replicated(Reduction):
     def attach(self, recovery: Recovery, start: State, data_fingerprints: dict[str, str]) -> None:
         super().attach(recovery, start, data_fingerprints)
         self.inner.attach(recovery, start, data_fingerprints)
-        self.replicas.attach(
-            recovery.model, recovery.optimizer, recovery.steps, recovery.log, self.exact_sum, start, data_fingerprints
-        )
+        self.replicas.attach(recovery, self.exact_sum, start, data_fingerprints)
 
     def describe_cut(self, layout: Any) -> str:
         return f"a replica of those at {self.settings.lighthouse}"
@@ -60,7 +61,11 @@ class Replicated(Reduction):
         return self.inner.describe_bits()
 
     def meet(self, data: StepData) -> tuple[StepData, torch.Tensor | None]:
-        return self.replicas.meet(data)
+        try:
+            return self.replicas.meet(data)
+        except HasEnded:
+            self.has_ended = True
+            raise
 
     def begin(self, attempt: Attempt) -> None:
         if self.exact_sum is not None:  # `meet` has counted
@@ -74,13 +79,13 @@ class Replicated(Reduction):
     def num_averaged(self) -> int:
         return self.inner.num_averaged
 
-    def seed_noise(self, step: Step) -> None:
-        accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=self.replicas.rank)
+    def seed_noise(self, step: RunStep) -> None:
+        accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=self.replicas.place.rank)
 
-    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
         return self.inner.micro_batches(step)
 
-    def check_scale(self, step: Step) -> None:
+    def check_scale(self, step: RunStep) -> None:
         self.inner.check_scale(step)
 
     def finish(self, attempt: Attempt) -> None:
@@ -113,7 +118,7 @@ class Replicated(Reduction):
         return self.inner.explain(error)
 
     def list_parts(self, data: StepData) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]] | None:
-        return self.replicas.list_parts(data)
+        return self.replicas.roll_call.list_parts(data)
 
     @property
     def saves(self) -> bool:
@@ -125,11 +130,9 @@ class Replicated(Reduction):
     def ends_the_run(self, run: Run) -> bool:
         """Tell whether this replica ends the run; if not, wait until another one has done that, or leave it to the others."""
         stops = self.recovery.should_stop and not run.is_finished
-        if run.has_ended_elsewhere or (stops and not self.replicas.everybody_stops):
+        if self.has_ended or (stops and not self.replicas.everybody_stops):
             self.replicas.leave()
-            reason = (
-                "other replicas have ended it" if run.has_ended_elsewhere else "it was asked to stop; the others go on"
-            )
+            reason = "other replicas have ended it" if self.has_ended else "it was asked to stop; the others go on"
             print(f"This replica leaves the run in {run.output_dir}: {reason}", flush=True)
             return False
         return self.replicas.take_charge()

@@ -1,9 +1,10 @@
-"""Make optimizers: torch's fused ones, Muon, and those that accumulate in their moments. Only matrices and filters decay, not
-biases and normalisation weights.
+"""Make optimizers: torch's fused ones, Muon, and others (`OTHERS`). Only matrices and filters decay, not biases and
+normalisation weights.
 
 Parameter groups carry `lr_scale`, a factor of the schedule's learning rate: 1 except with layer-wise decay.
 """
 
+import importlib
 import itertools
 from typing import Any
 
@@ -14,23 +15,26 @@ from samestep.errors import UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import Hyperparameters
 from samestep.recipe.tasks.text_classification import TextClassification
-from samestep.step.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
-from samestep.step.optim.eight_bit import AdamW8bit
-from samestep.step.optim.folding import Accumulating
 from samestep.step.optim.muon import Muon
 
-__all__ = [
-    "Accumulating",
-    "AccumulatingAdamW",
-    "AccumulatingSGD",
-    "AdamW8bit",
-    "Muon",
-    "adamw",
-    "depths",
-    "from_recipe",
-    "muon",
-    "sgd",
-]
+OTHERS = {
+    "Accumulating": "samestep.contrib.optim.folding",
+    "AccumulatingAdamW": "samestep.contrib.optim.accumulating",
+    "AccumulatingSGD": "samestep.contrib.optim.accumulating",
+    "AdamW8bit": "samestep.contrib.optim.eight_bit",
+}
+"""Optimizers that are not the usual way, and their modules, which are imported when one is asked for."""
+__all__ = [*OTHERS, "Muon", "adamw", "depths", "from_recipe", "muon", "sgd"]
+
+
+def import_other(name: str) -> Any:
+    """Import one of `OTHERS`."""
+    if name not in OTHERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(OTHERS[name]), name)
+
+
+__getattr__ = import_other
 
 
 def adamw(
@@ -102,17 +106,17 @@ def from_recipe(model: nn.Module, recipe: Any) -> torch.optim.Optimizer:
     accumulates = recipe.accumulation == "optimizer"
     if recipe.optimizer_name == "sgd":
         if accumulates:
-            return AccumulatingSGD(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
+            return import_other("AccumulatingSGD")(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
         return sgd(model, scaled.learning_rate, recipe.sgd_momentum, decay)
     if recipe.optimizer_name == "muon":
         rate = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
         return muon(model, scaled, decay, rate, recipe.muon_momentum, recipe.muon_weight_decay)
     if recipe.optimizer_name == "adamw_8bit":
         groups, betas = _groups(model, decay), (scaled.adam_beta1, scaled.adam_beta2)
-        return AdamW8bit(groups, scaled.learning_rate, betas, scaled.adam_epsilon, decay)
+        return import_other("AdamW8bit")(groups, scaled.learning_rate, betas, scaled.adam_epsilon, decay)
     if accumulates:
         groups, betas = _groups(model, decay, layerwise), (scaled.adam_beta1, scaled.adam_beta2)
-        return AccumulatingAdamW(
+        return import_other("AccumulatingAdamW")(
             groups, scaled.learning_rate, betas, scaled.adam_epsilon, second_moment=recipe.second_moment
         )
     return adamw(model, scaled, decay, layerwise)

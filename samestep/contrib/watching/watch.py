@@ -111,9 +111,8 @@ class RunReader:
         self._forget()
 
     def _forget(self) -> None:
-        self.inode: int | None = None
+        self.inode_and_size: tuple[int | None, int] = (None, 0)
         self.lines = LineFile(self.path)
-        self.size = 0
         self.curves: dict[str, Curve] = {}
         self.events: list[dict[str, Any]] = []
         self.digests: dict[int, str] = {}
@@ -130,10 +129,11 @@ class RunReader:
         `run_files.FIELDS` is left out, and counted."""
         try:
             status = self.path.stat()
-            if (self.inode is not None and status.st_ino != self.inode) or status.st_size < self.size:
+            inode, size = self.inode_and_size
+            if (inode is not None and status.st_ino != inode) or status.st_size < size:
                 self._forget()
                 self.version += 1
-            self.inode, self.size = status.st_ino, status.st_size
+            self.inode_and_size = status.st_ino, status.st_size
             for number, text in self.lines.read():
                 self.changed_at = status.st_mtime
                 self.version += 1
@@ -295,7 +295,7 @@ def make_readers(folders: Sequence[str]) -> list[RunReader]:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of one client of the page's server.
+    """Limits what one client may take of the server of the page.
 
     Attributes:
         seconds: for its request, and again for its answer, however slowly the bytes go.

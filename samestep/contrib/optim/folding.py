@@ -25,13 +25,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep._internals.torch_operators import foreach_mul_, foreach_norm
+from samestep.contrib.optim.random_projection import Signs, project
 from samestep.errors import UsageError
-from samestep.step.optim.random_projection import Signs, project
+from samestep.step.pieces import count_at_once, split_memory
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
-PIECES = {"cpu": 2**17}  # numbers updated at once, so that a CPU's cache holds them
-PIECE = 2**25  # the same elsewhere, so that temporaries stay small
 COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
+"""The decay of moments with decay b:
+
+    exact         by b once per step
+    substitute    by 1 - (1 - b) / k in every micro-batch (Su 2021)
+    root          by b^(1/k) in every micro-batch, so by b per step, but older gradients of a step count less
+    unchanged     by b in every micro-batch: an optimizer that only moves the parameters less often
+"""
+TOO_MANY = (
+    "a parameter of shape {} got gradient {} of a step with gradient_accumulation_steps {}: set that to the backward passes "
+    "before each step(), and call step() after them"
+)
+NOT_FOLDED = (
+    "parameters of shapes {} have a .grad that was not folded: the model is wrapped in DistributedDataParallel (`distribute` "
+    "takes its place), or they were frozen when the optimizer was made"
+)
 
 
 class Accumulating(torch.optim.Optimizer):
@@ -40,12 +54,7 @@ class Accumulating(torch.optim.Optimizer):
     Used like torch's optimizers: k times `(loss / k).backward()`, then `step()`. With several processes the step's gradient is
     the mean over them, as with DistributedDataParallel, whose place `distribute` takes. `.grad` is always None.
 
-    `coefficients` decide how moments with decay b decay:
-
-        exact         by b once per step
-        substitute    by 1 - (1 - b) / k in every micro-batch (Su 2021)
-        root          by b^(1/k) in every micro-batch, so by b per step, but older gradients of a step count less
-        unchanged     by b in every micro-batch: an optimizer that only moves the parameters less often
+    How moments decay, `COEFFICIENTS` says.
 
     Attributes:
         gradient_accumulation_steps: k, backward passes of this process per step; may change between steps.
@@ -55,20 +64,7 @@ class Accumulating(torch.optim.Optimizer):
     moments: tuple[str, ...]
 
     def __init__(self, params, defaults: dict[str, Any], gradient_accumulation_steps: int, coefficients: str):
-        betas = defaults.get("betas", (defaults.get("momentum"),))
-        rules: list[tuple[str, Any, str, float]] = [
-            (name, defaults[name], "0 or greater", math.inf)
-            for name in ("lr", "eps", "weight_decay")
-            if name in defaults
-        ]
-        rules += [("momentum" if len(betas) == 1 else "betas", beta, "in [0, 1)", 1) for beta in betas]
-        problems = [f"{name} is {value}, must be {rule}" for name, value, rule, end in rules if not 0 <= value < end]
-        if gradient_accumulation_steps < 1:
-            problems.append(f"gradient_accumulation_steps is {gradient_accumulation_steps}, must be 1 or more")
-        if coefficients not in COEFFICIENTS:
-            problems.append(f"coefficients is {coefficients!r}, must be one of {', '.join(COEFFICIENTS)}")
-        if problems:
-            raise UsageError(problems)
+        _check_arguments(defaults, gradient_accumulation_steps, coefficients)
         self.gradient_accumulation_steps, self.coefficients = gradient_accumulation_steps, coefficients
         self.num_micro_batches: int | None = None
         self._clip: float | Tensor = 1.0  # factor of the last step's gradient
@@ -82,8 +78,7 @@ class Accumulating(torch.optim.Optimizer):
         self._num_launched, self._is_open, self._is_complete, self._discards = 0, False, False, False
         super().__init__(params, defaults)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Parameters, moments, processes
+    # --- Parameters, moments, processes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -101,12 +96,8 @@ class Accumulating(torch.optim.Optimizer):
             UsageError: a parameter whose numbers do not fill its memory.
         """
         for index, group in enumerate(self.param_groups):
-            by_kind: dict[tuple, list[nn.Parameter]] = {}
-            for parameter in reversed(group["params"]):  # as a backward completes them
-                if parameter.requires_grad and parameter not in self._bucket_by_parameter:
-                    by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-            for parameters in by_kind.values():
-                self._buckets += [Bucket(index, part, self.moments) for part in _parts(parameters, len(self.moments))]
+            new = [p for p in group["params"] if p.requires_grad and p not in self._bucket_by_parameter]
+            self._buckets += _make_buckets(index, new, self.moments)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 if parameter not in self._bucket_by_parameter:
@@ -135,8 +126,7 @@ class Accumulating(torch.optim.Optimizer):
         """Number of processes, N."""
         return 1 if self.process_group is None else self.process_group.size()
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # A micro-batch: gradients are folded
+    # --- A micro-batch: gradients are folded
 
     @contextmanager
     def discard_gradients(self) -> Iterator[None]:
@@ -160,11 +150,7 @@ class Accumulating(torch.optim.Optimizer):
         bucket = self._bucket_by_parameter[parameter]
         number = bucket.folds.get(parameter, 0) + 1
         if self._is_complete or number > self.gradient_accumulation_steps:
-            raise UsageError(
-                f"a parameter of shape {list(parameter.shape)} got gradient {number} of a step with "
-                f"gradient_accumulation_steps {self.gradient_accumulation_steps}: set that to the backward passes before each "
-                "step(), and call step() after them"
-            )
+            raise UsageError(TOO_MANY.format(list(parameter.shape), number, self.gradient_accumulation_steps))
         bucket.folds[parameter] = number
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
@@ -181,23 +167,11 @@ class Accumulating(torch.optim.Optimizer):
 
     def _fold(self, bucket: "Bucket", parameter: nn.Parameter, gradient: Tensor | None, number: int) -> None:
         """Fold a parameter's gradient (None: zero), the `number`-th of this step."""
-        t, pieces = self._steps.get(parameter, 0) + 1, bucket.pieces[parameter]
+        t = self._steps.get(parameter, 0) + 1
         key = bucket.group, number, t
         if key not in self._rates_cache:
             self._rates_cache[key] = list(self._rates(self.param_groups[bucket.group], number, t))
-        (decay, weight), *second_rates = self._rates_cache[key]
-        # A small parameter is one part in its own shape; a large one is flat parts, as `split_memory` made of its moments.
-        parts = [gradient] if len(pieces) == 1 else [None] * len(pieces) if gradient is None else split_memory(gradient)
-        for part, (mean, *squares) in zip(parts, pieces, strict=True):
-            if decay != 1:
-                mean.mul_(decay)
-            if part is not None:
-                mean.add_(part, alpha=weight)
-            for square, (square_decay, square_weight) in zip(squares, second_rates, strict=True):
-                if square_decay != 1:
-                    square.mul_(square_decay)
-                if part is not None:
-                    square.addcmul_(part, part, value=square_weight)
+        bucket.fold(parameter, gradient, self._rates_cache[key])
 
     def _rates(self, group: dict[str, Any], number: int, t: int) -> Iterator[tuple[float, float]]:
         """Yield for each moment its decay before the `number`-th gradient of step t is added, and the factor of that gradient
@@ -210,21 +184,17 @@ class Accumulating(torch.optim.Optimizer):
         if self.coefficients == "exact":
             decay, share = beta if number == 1 else 1.0, 1.0
         else:
-            decay = self._micro_decay(beta)
+            decay = _micro_decay(self.coefficients, beta, self.gradient_accumulation_steps)
             share = self.gradient_accumulation_steps * (1 - decay) / (1 - beta)
         carries = self.process_group is None or self.process_group.rank() == 0
         return (decay if carries or number > 1 else 0.0), share
 
-    def _micro_decay(self, beta: float) -> float:
-        k = self.gradient_accumulation_steps
-        return {"substitute": 1 - (1 - beta) / k, "root": beta ** (1 / k), "unchanged": beta}[self.coefficients]
-
     def _decay(self, beta: float) -> float:
         """Return the decay per step of a moment with decay `beta`."""
-        return beta if self.coefficients == "exact" else self._micro_decay(beta) ** self.gradient_accumulation_steps
+        k = self.gradient_accumulation_steps
+        return beta if self.coefficients == "exact" else _micro_decay(self.coefficients, beta, k) ** k
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # The last micro-batch: moments are added up over the processes
+    # --- The last micro-batch: moments are added up over the processes
 
     def _launch_full_buckets(self) -> None:
         """Reduce the buckets that are full, in their order, which is the same on all processes."""
@@ -250,10 +220,7 @@ class Accumulating(torch.optim.Optimizer):
         if self._is_complete or (self.num_processes == 1 and not self._is_open):
             return
         if shapes := [list(p.shape) for group in self.param_groups for p in group["params"] if p.grad is not None]:
-            raise UsageError(
-                f"parameters of shapes {shapes[:3]} have a .grad that was not folded: the model is wrapped in "
-                "DistributedDataParallel (`distribute` takes its place), or they were frozen when the optimizer was made"
-            )
+            raise UsageError(NOT_FOLDED.format(shapes[:3]))
         self._open()
         for bucket in self._buckets[self._num_launched :] if self.num_processes > 1 else []:
             for parameter in bucket.parameters:
@@ -262,9 +229,7 @@ class Accumulating(torch.optim.Optimizer):
                     self._fold(bucket, parameter, None, 1)
             self._launch(bucket)
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.wait()
             for parameter in bucket.folds:
                 self._steps[parameter] = self._steps.get(parameter, 0) + 1
         self._is_complete = True
@@ -274,27 +239,15 @@ class Accumulating(torch.optim.Optimizer):
         for bucket in self._buckets[self._num_launched :] if self.num_processes > 1 else []:
             self._launch(bucket)
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
+            bucket.wait()
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # The step
+    # --- The step
 
     def clip_grad_norm_(self, max_norm: float = math.inf) -> Tensor:
         """Clip the step's gradient G to the L2 norm `max_norm`, as far as that can be done when G is gone. Called by all
         processes, after the last backward.
 
-        |G| is computed from the difference between random projections of m_t and b1 m_{t-1} (see
-        `random_projection.project`): exact if no parameter has more than 4,096 numbers, otherwise an estimate. G
-        should be multiplied by c = min(1, max_norm / |G|), but was folded before |G| was known, multiplied by the last step's
-        c. So m = x + y, x = b1 m_{t-1} and y = (1 - b1) c_{t-1} G, is scaled to the length that x + q y would have,
-        q = c / c_{t-1}, and keeps its direction. That length follows from the lengths of x, x + y and y:
-
-            |x + q y|^2 = (1 - q) |x|^2 + q |x + y|^2 - q (1 - q) |y|^2
-
-        The numbers of v are scaled to the sum that they would have with q^2 times this step's squares. Where q = 1, and so
-        without clipping, nothing changes. To clip exactly, x and y would have to be kept apart: a third tensor beside the
-        parameters, which is the gradient whose memory is saved here.
+        |G| is exact if no parameter has more than 4,096 numbers, otherwise an estimate; see `_scale_moments`.
 
         Args:
             max_norm: the largest norm; inf: no clipping, only the norm is computed.
@@ -314,28 +267,7 @@ class Accumulating(torch.optim.Optimizer):
             return torch.zeros((), dtype=torch.float64)
         rates = [self._step_rates(self.param_groups[bucket.group]) for bucket in self._buckets]
         measures = [bucket.measure(self._signs, self._square_share) for bucket in self._buckets]
-        # Of each bucket |y|^2, from projections of x + y and x; then x, y and x + y are sums of squares over all buckets.
-        y = [
-            (projection - b1 * bucket.first_measure[0]).square().sum()
-            for (b1, *_), (projection, *_), bucket in zip(rates, measures, self._buckets, strict=True)
-        ]
-        norm = _sum(part / (weight * self._expected) ** 2 for (_, weight, _), part in zip(rates, y, strict=True)).sqrt()
-        clip = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self._clip = clip.bfloat16().double()  # rounded to what checkpoints of all dtypes can hold
-        ratio = clip / self._expected
-        if norm.device.type == "cpu" and ratio == 1:  # elsewhere, to read it is to wait for it
-            return norm
-        x = _sum(b1**2 * bucket.first_measure[1] for (b1, *_), bucket in zip(rates, self._buckets, strict=True))
-        y, x_plus_y = _sum(y), _sum(length for _, length, _ in measures)
-        target = (1 - ratio) * x + ratio * x_plus_y - ratio * (1 - ratio) * y
-        # |y| is an estimate: keep |x + q y| within the bounds of the triangle inequality.
-        target = target.clamp((x.sqrt() - ratio * y.sqrt()).square(), (x.sqrt() + ratio * y.sqrt()).square())
-        scale = torch.where(ratio == 1, 1.0, (target / x_plus_y).sqrt())
-        for (_, _, b2), bucket, (*_, total) in zip(rates, self._buckets, measures, strict=True):
-            bucket.scales = [scale.to(bucket.flat.device)]
-            if b2 is not None:
-                old, q = b2 * bucket.first_measure[2], ratio.to(total.device)
-                bucket.scales.append(torch.where(q == 1, 1.0, (old + q**2 * (total - old)) / total))
+        norm, self._clip = _scale_moments(self._buckets, rates, measures, max_norm, self._expected)
         return norm
 
     def _step_rates(self, group: dict[str, Any]) -> tuple[float, float, float | None]:
@@ -381,13 +313,9 @@ class Accumulating(torch.optim.Optimizer):
 
     def _close(self) -> None:
         for bucket in self._buckets:
-            bucket.folds.clear()
-            bucket.first_measure, bucket.scales = None, []
+            bucket.folds, bucket.first_measure, bucket.scales = {}, None, []
         self._num_launched, self._is_open, self._is_complete = 0, False, False
         self._rates_cache.clear()
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of torch's optimizer of that name, which can load it, with `clip` added for each parameter: the
@@ -420,6 +348,79 @@ class Accumulating(torch.optim.Optimizer):
                 if state[name] is not None:  # torch's SGD has None before its first step
                     self.state[parameter][name].copy_(state[name])
             self._clip = self.state[parameter]["clip"].item()
+
+
+def _micro_decay(coefficients: str, beta: float, k: int) -> float:
+    """Return the decay per micro-batch, of k of a step, of a moment with decay `beta`."""
+    return {"substitute": 1 - (1 - beta) / k, "root": beta ** (1 / k), "unchanged": beta}[coefficients]
+
+
+def _scale_moments(
+    buckets: list["Bucket"],
+    rates: list[tuple[float, float, float | None]],
+    measures: list[tuple[Tensor, Tensor, Tensor]],
+    max_norm: float,
+    expected: float,
+) -> tuple[Tensor, Tensor]:
+    """Find the `scales` by which clipping multiplies the moments of each bucket.
+
+    |G| is computed from the difference between random projections of m_t and b1 m_{t-1} (see `random_projection.project`). G
+    should be multiplied by c = min(1, max_norm / |G|), but was folded before |G| was known, multiplied by the last step's c. So
+    m = x + y, x = b1 m_{t-1} and y = (1 - b1) c_{t-1} G, is scaled to the length that x + q y would have, q = c / c_{t-1}, and
+    keeps its direction. That length follows from the lengths of x, x + y and y:
+
+        |x + q y|^2 = (1 - q) |x|^2 + q |x + y|^2 - q (1 - q) |y|^2
+
+    The numbers of v are scaled to the sum that they would have with q^2 times this step's squares. Where q = 1, and so without
+    clipping, nothing changes. To clip exactly, x and y would have to be kept apart: a third tensor beside the parameters, which
+    is the gradient whose memory is saved here.
+
+    Args:
+        rates, measures: of each bucket, see `Accumulating._step_rates` and `Bucket.measure`.
+        max_norm: the largest |G|.
+        expected: c of the last step.
+
+    Returns:
+        |G| and c, float64 scalars; c is rounded.
+    """
+    # Of each bucket |y|^2, from projections of x + y and x; then x, y and x + y are sums of squares over all buckets.
+    y = [
+        (projection - b1 * bucket.first_measure[0]).square().sum()
+        for (b1, *_), (projection, *_), bucket in zip(rates, measures, buckets, strict=True)
+    ]
+    norm = _sum(part / (weight * expected) ** 2 for (_, weight, _), part in zip(rates, y, strict=True)).sqrt()
+    clip = (max_norm / (norm + 1e-6)).clamp(max=1)
+    rounded = clip.bfloat16().double()  # rounded to what checkpoints of all dtypes can hold
+    ratio = clip / expected
+    if norm.device.type == "cpu" and ratio == 1:  # elsewhere, to read it is to wait for it
+        return norm, rounded
+    x = _sum(b1**2 * bucket.first_measure[1] for (b1, *_), bucket in zip(rates, buckets, strict=True))
+    y, x_plus_y = _sum(y), _sum(length for _, length, _ in measures)
+    target = (1 - ratio) * x + ratio * x_plus_y - ratio * (1 - ratio) * y
+    # |y| is an estimate: keep |x + q y| within the bounds of the triangle inequality.
+    target = target.clamp((x.sqrt() - ratio * y.sqrt()).square(), (x.sqrt() + ratio * y.sqrt()).square())
+    scale = torch.where(ratio == 1, 1.0, (target / x_plus_y).sqrt())
+    for (_, _, b2), bucket, (*_, total) in zip(rates, buckets, measures, strict=True):
+        bucket.scales = [scale.to(bucket.flat.device)]
+        if b2 is not None:
+            old, q = b2 * bucket.first_measure[2], ratio.to(total.device)
+            bucket.scales.append(torch.where(q == 1, 1.0, (old + q**2 * (total - old)) / total))
+    return norm, rounded
+
+
+def _check_arguments(defaults: dict[str, Any], gradient_accumulation_steps: int, coefficients: str) -> None:
+    betas = defaults.get("betas", (defaults.get("momentum"),))
+    rules: list[tuple[str, Any, str, float]] = [
+        (name, defaults[name], "0 or greater", math.inf) for name in ("lr", "eps", "weight_decay") if name in defaults
+    ]
+    rules += [("momentum" if len(betas) == 1 else "betas", beta, "in [0, 1)", 1) for beta in betas]
+    problems = [f"{name} is {value}, must be {rule}" for name, value, rule, end in rules if not 0 <= value < end]
+    if gradient_accumulation_steps < 1:
+        problems.append(f"gradient_accumulation_steps is {gradient_accumulation_steps}, must be 1 or more")
+    if coefficients not in COEFFICIENTS:
+        problems.append(f"coefficients is {coefficients!r}, must be one of {', '.join(COEFFICIENTS)}")
+    if problems:
+        raise UsageError(problems)
 
 
 class Bucket:
@@ -462,6 +463,29 @@ class Bucket:
         self.first_measure: tuple[Tensor, Tensor, Tensor] | None = None
         self.scales: list[Tensor] = []
 
+    def fold(self, parameter: nn.Parameter, gradient: Tensor | None, rates: list[tuple[float, float]]) -> None:
+        """Fold a gradient (None: zero) into a parameter's moments; rates as of `Accumulating._rates`."""
+        (decay, weight), *second_rates = rates
+        pieces = self.pieces[parameter]
+        # A small parameter is one part in its own shape; a large one is flat parts, as `split_memory` made of its moments.
+        parts = [gradient] if len(pieces) == 1 else [None] * len(pieces) if gradient is None else split_memory(gradient)
+        for part, (mean, *squares) in zip(parts, pieces, strict=True):
+            if decay != 1:
+                mean.mul_(decay)
+            if part is not None:
+                mean.add_(part, alpha=weight)
+            for square, (square_decay, square_weight) in zip(squares, second_rates, strict=True):
+                if square_decay != 1:
+                    square.mul_(square_decay)
+                if part is not None:
+                    square.addcmul_(part, part, value=square_weight)
+
+    def wait(self) -> None:
+        """Wait for the all-reduce that is under way, if one is."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
     def measure(
         self, signs: Signs, square_share: Callable[[nn.Parameter], float] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -492,7 +516,7 @@ class Bucket:
             for piece, moments in zip(split_memory(parameter.detach()), self.pieces[parameter], strict=True):
                 rows.append((parameter, piece, *moments))
                 num_numbers += piece.numel()
-                if num_numbers >= PIECES.get(self.flat.device.type, PIECE):
+                if num_numbers >= count_at_once(self.flat.device):
                     yield tuple(map(list, zip(*rows, strict=True)))  # rows become columns
                     rows, num_numbers = [], 0
         if rows:
@@ -506,10 +530,12 @@ def _fold(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
         live_optimizer._take_gradient(parameter)
 
 
-def split_memory(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a small tensor as it is; split a large one, which fills its memory, into flat pieces in memory order."""
-    size = PIECES.get(tensor.device.type, PIECE)
-    return (tensor,) if tensor.numel() <= size else tensor.as_strided((tensor.numel(),), (1,)).split(size)
+def _make_buckets(group: int, parameters: list[nn.Parameter], names: tuple[str, ...]) -> list[Bucket]:
+    """Make the buckets of parameters of one group, see `Bucket`."""
+    by_kind: dict[tuple, list[nn.Parameter]] = {}
+    for parameter in reversed(parameters):  # as a backward completes them
+        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return [Bucket(group, part, names) for kind in by_kind.values() for part in _parts(kind, len(names))]
 
 
 def _parts(parameters: list[nn.Parameter], num_moments: int) -> Iterator[list[nn.Parameter]]:

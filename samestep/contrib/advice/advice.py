@@ -13,14 +13,13 @@ from statistics import fmean, median
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.printing import format_count
+from samestep.printing import format_count, round_number
 from samestep.recipe import batch_size, ramp, scaling
 from samestep.recipe import catalog as recipes
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_files import read_lines, read_settings
 from samestep.recipe.tasks.text_pretraining import TextPretraining
-from stepplan.text import round_number
 
 MAX_HALF_WIDTH = 0.5
 """Half of the interval of the signal's share over the share, above which a batch is not advised."""
@@ -274,7 +273,7 @@ def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Reci
     if recipe.num_warmup_steps is not None and numbers.warmup_epochs is None:
         changes["num_warmup_steps"] = round(recipe.num_warmup_steps / kappa)
     changes["lr_first_step"] = round(recipe.lr_first_step / kappa)
-    values = recipes.overlay(dataclasses.asdict(recipe), changes)
+    values = recipes.overlay(vars(recipe), changes)
     values |= {
         "name": f"{recipe.name}_batch_{batch}",
         "source": f"{recipe.name}, its batch changed from {old_batch} by the gradient noise of {Path(folder).name}",

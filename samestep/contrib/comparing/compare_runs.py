@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from samestep.errors import UsageError, reason
 from samestep.printing import format_count
 from samestep.recipe.reading import format_name, format_value, read_json
-from samestep.recipe.run_files import read_lines, read_plain
-from samestep.training import stragglers
+from samestep.recipe.run_files import TIMES, read_lines, read_plain
 
 KINDS = ("gradients", "parameters", "moments")
 """Kinds of digests, in the order in which a step computes the tensors."""
@@ -114,7 +113,7 @@ def _read_events(folder: Path) -> list[dict[str, Any]]:
 
 def _find_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Find the metrics in which two lines differ; a digest that only one has is no difference."""
-    ignored = {"seconds", *stragglers.KEYS} | ({"digest"} if "digest" not in a.keys() & b.keys() else set())
+    ignored = {"seconds", *TIMES} | ({"digest"} if "digest" not in a.keys() & b.keys() else set())
     return [name for name in a | b if name not in ignored and a.get(name) != b.get(name)]
 
 

@@ -11,8 +11,8 @@ from samestep._internals.torch_operators import (
     foreach_mul_,
     foreach_sqrt,
 )
+from samestep.contrib.optim.folding import Accumulating
 from samestep.errors import UsageError
-from samestep.step.optim.folding import Accumulating
 
 SECOND_MOMENTS = ("unbiased", "mean_of_squares", "sum_of_squares")
 

@@ -4,11 +4,11 @@ import dataclasses
 import json
 
 from samestep.cli.flags import read_folders, write_file
+from samestep.contrib.advice import advice
 from samestep.errors import UsageError
 from samestep.printing import fold
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import limit, setting
-from stepplan import advice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

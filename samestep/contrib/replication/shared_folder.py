@@ -15,14 +15,21 @@ import datetime
 import fcntl
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from accelerate import Accelerator
+from tqdm import tqdm
 
 from samestep.errors import UsageError
 from samestep.recipe.reading import format_name
 from samestep.recipe.run_files import LineFile, parse_lines
+from samestep.recipe.run_settings import RunSettings
+from samestep.training.checkpoint import LINES
+from samestep.training.output_folder import OutputFolder
 
 SECONDS_TO_SHARE = 5.0  # in which another replica may hold the lock for a moment
 MAX_SESSION = 2**16  # bytes of .session
@@ -40,7 +47,7 @@ def find_key(record: dict[str, Any]) -> Key:
     return record["step"], kind, record.get("process"), record.get("micro_step")
 
 
-class SharedFolder:
+class SharedFolder(OutputFolder):
     """The output folder of one run, as one of its replicas sees it.
 
     Args:
@@ -54,14 +61,25 @@ class SharedFolder:
         date: the day on which the first replica joined, in ISO's format; known after `join`.
     """
 
-    def __init__(self, output_dir: Path, names: tuple[str, ...]):
-        self.output_dir = output_dir
+    def __init__(self, output_dir: Path, names: tuple[str, ...] = LINES):
+        super().__init__(output_dir)
         self.lines: dict[str, dict[Key, str]] = {name: {} for name in names}
         self.last_steps: dict[str, dict[str, int]] = {name: {} for name in names}
         self.read_files = {name: LineFile(output_dir / name) for name in names}
         self.files: dict[str, TextIO] = {}
 
     # Locks
+
+    def is_opened_by(self, accelerator: Accelerator, settings: RunSettings) -> bool:
+        return True
+
+    def open(self, settings: RunSettings, check_alone: Callable[[], None]) -> None:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        assert settings.lighthouse is not None, "a rule of the settings"
+        self.join(settings.lighthouse, check_alone)
+
+    def begin(self, prepare: Callable[[], None]) -> None:
+        """Leave that to the replica that begins the run, see `begin_session`."""
 
     def join(self, meeting_point: str, check_alone: Callable[[], None]) -> None:
         """Take part in the run of this folder.
@@ -189,30 +207,53 @@ class SharedFolder:
 
     # Lines
 
+    def count_unread(self, logging_steps: int) -> int:
+        return 1  # a replica may die, and the others have to know the step's line
+
+    def append(self, name: str, records: Sequence[dict[str, Any]], is_writer: bool) -> None:
+        for record in records:
+            self.add(name, record)
+
+    def list_unwritten(self, is_writer: bool) -> list[str]:
+        return [name for name, lines in self.lines.items() if lines and is_writer]
+
+    def release(self) -> None:
+        """Stay in the folder until `close`: another replica may end the run."""
+
+    def share(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the lines that this replica knows, for one that joins."""
+        return {name: list(map(json.loads, lines.values())) for name, lines in self.lines.items()}
+
+    def take_over(self, lines: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+        """Know the lines that another replica has shared, and no others."""
+        for name, records in lines.items():
+            self.lines[name].clear()
+            for record in records:
+                self.add(name, record)
+
     def add(self, name: str, record: dict[str, Any]) -> None:
         """Add a line to those of a file, unless its step is there."""
         key = find_key(record)
         if key[0] > self.last_steps[name].get(key[1], -1):
             self.lines[name][key] = json.dumps(record, allow_nan=False) + "\n"
 
-    def write(self, is_writer: bool) -> str | None:
-        """Forget the lines that are in the files; write those that are not, if this replica is the one that writes.
-
-        Returns:
-            Why lines could not be written; None: nothing was in the way.
-        """
+    def write(self, is_writer: bool) -> None:
+        """Forget the lines that are in the files; write those that are not, if this replica is the one that writes."""
         if not is_writer:
             for name in self.lines:
                 self._read_new(name)
-            return None
+            return
         with self._writing() as may_write:
             for name in self.lines if may_write else ():
                 self._read_new(name)
                 try:
                     self._append_missing(name)
                 except OSError as error:
-                    return f"{name} cannot be written ({error.strerror})"
-        return None
+                    path = self.output_dir / name
+                    tqdm.write(
+                        f"WARNING: {path} cannot be written ({error.strerror}); trying again later", file=sys.stderr
+                    )
+                    return
 
     def _read_new(self, name: str) -> None:
         path = self.output_dir / name

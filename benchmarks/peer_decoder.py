@@ -1,0 +1,211 @@
+"""How other programs compute a decoder in training, as far as its memory depends on it.
+
+`stepplan.decoder` describes the programs of this repository; here is what torchtune, litgpt, torchtitan and peft do otherwise:
+weights in 16 bits throughout or FSDP's own casts, attention in place, heads whole, gradients that are freed after each step.
+"""
+
+import dataclasses
+
+from samestep.cut.layout import Layout
+from stepplan.decoder import NF4_BLOCK, Decoder, Linear, Tuning
+from stepplan.memory import Memory, count_trained
+from stepplan.transformer import Peak
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerTuning(Tuning):
+    """What another program trains, and in which bytes it keeps weights.
+
+    Attributes:
+        weight_bytes: bytes of a weight that is kept whole: 4, or 2.
+        adapter_bytes: bytes of a number of an adapter.
+        doubles_scales: whether the scales of weights in 4 bits are quantised again, to a byte (double quantisation); else they
+            take 4 bytes.
+    """
+
+    weight_bytes: int = 4
+    adapter_bytes: int = 4
+    doubles_scales: bool = True
+
+    @property
+    def quantized_bytes(self) -> float:
+        return super().quantized_bytes if self.doubles_scales else 0.5 + 4 / NF4_BLOCK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerDecoder(Decoder):
+    """A decoder as another program trains it, in 16 bits.
+
+    Attributes:
+        kernels: eager, a kernel per operator, or compiled, element-wise kernels fused.
+        has_chunked_head: logits exist in parts only.
+        logit_bytes: bytes per logit at the peak of a whole head.
+        keeps_gradients: whether gradients exist while a forward is computed; False: they begin with its backward.
+        sums_whole_gradients: whether gradients of sharded weights are summed whole over the micro-batches of a step and reduced
+            after the last one (`no_sync` of FSDP); False: each micro-batch's are reduced.
+        updates_in_backward: the optimizer's step is part of the backward, so that a gradient never waits.
+        recomputed: what is recomputed where gradient checkpointing is asked for: all; selective (every second matmul, and all
+            between them).
+        offloads_inputs: whether the inputs of recomputed layers wait in host memory.
+        shards_outside: whether embedding and head are sharded units of their own, so that neither is whole during the layers.
+        drops_inputs: whether each adapter has a dropout of its own, whose result and mask (a byte) are kept.
+        keeps_quantized_inputs: whether what is multiplied by a matrix in 4 bits is kept, although the matrix is frozen:
+            bitsandbytes did until 0.43.
+    """
+
+    kernels: str = "eager"
+    has_chunked_head: bool = True
+    logit_bytes: float = 12
+    keeps_gradients: bool = True
+    sums_whole_gradients: bool = False
+    updates_in_backward: bool = False
+    recomputed: str = "all"
+    offloads_inputs: bool = False
+    shards_outside: bool = False
+    drops_inputs: bool = False
+    keeps_quantized_inputs: bool = False
+
+    number_bytes = 2
+    stores_scores = False  # their attention stores no matrices of [T, T], or the source says otherwise
+    _recomputes_logits = False
+
+    # -------------------------------------------------------------------------------------------------- activations
+
+    @property
+    def outside_bytes(self) -> int:
+        return 6 * self.hidden_size
+
+    def layer_bytes(self, is_mixture: bool, *, autocast: bool) -> float:
+        return super().layer_bytes(is_mixture, autocast=True)
+
+    def input_bytes(self, needed: list[Linear], is_mixture: bool, autocast: bool) -> int:
+        """Count the bytes per token of the inputs of matrices: those that share one keep it once, as nothing is cast."""
+        shape, kept = self.shape, 0
+        if self.method.is_quantized and self.keeps_quantized_inputs:
+            kept = 2 * (2 * shape.hidden_size + shape.values + self._feed_forward_size(is_mixture))
+        if self.drops_inputs and self.method.rank is not None:
+            return kept + 3 * sum(x.width for x in needed)
+        return kept + super().input_bytes(needed, is_mixture, autocast=False) // 2
+
+    def _feed_forward_size(self, is_mixture: bool) -> int:
+        return self.shape.shared_size if is_mixture else self.shape.intermediate_size
+
+    def norm_bytes(self, b: int) -> int:
+        """Count the bytes per token of normalisations: compiled, input and output; else a float32 copy, and the output."""
+        shape, is_full = self.shape, self.method.rank is None
+        num_norms = shape.num_pre_norms + shape.num_post_norms
+        if self.kernels == "compiled":
+            return 2 * num_norms * shape.hidden_size + 4
+        total = num_norms * ((6 if is_full else 4) * shape.hidden_size + 4)
+        if shape.qk_norm != "none":
+            is_cast_first = shape.qk_norm == "head" and not shape.num_post_norms
+            total += (4 + (b if is_cast_first else 4) * is_full) * (shape.queries + shape.keys)
+        return total
+
+    def gate_bytes(self, b: int) -> int:
+        """Count the bytes per token and unit of f: compiled, the activation is computed again from gate and up."""
+        return (2 if self.kernels == "compiled" else 3) * b
+
+    def temporary_bytes(self, autocast: bool) -> float:
+        shape = self.shape
+        f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
+        return 6 * shape.hidden_size + 4 * max(f, 2 * shape.experts_per_token * shape.expert_size)
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def rows(self, num_samples: int) -> int:
+        return num_samples * self.length
+
+    def head_bytes(self, num_samples: int, autocast: bool) -> tuple[int, int]:
+        """Count the bytes of the head: whole, some for each logit; in chunks the 16-bit logits, as only the loss is cut."""
+        rows = self.rows(num_samples)
+        logits = rows * self.vocab_size
+        if not self.has_chunked_head:
+            return (round(self.logit_bytes * logits),) * 2
+        states, matrix = 4 * rows * self.hidden_size, self.vocab_size * self.hidden_size
+        gradient = 2 * matrix * (self.method.rank is None)
+        copy = 2 * matrix * (self.method.weight_bytes == 4)
+        return states + copy + 2 * logits + gradient, 2 * states + gradient
+
+    def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
+        tokens, shape = self.rows(num_samples), self.shape
+        layers = [(count, self.layer_bytes(is_mixture, autocast=autocast)) for is_mixture, count in self.kinds]
+        saved, again = sum(count * size for count, size in layers), 0.0
+        fixed, gradient = self._expert_sums(gradient_checkpointing)
+        if gradient_checkpointing and self.recomputed == "all":
+            saved = 2 * shape.hidden_size * self.num_layers * (not self.offloads_inputs)
+        elif gradient_checkpointing:  # selective: layers' inputs, every second matmul's output, attention's output
+            kept = 4 * shape.hidden_size + 2 * shape.queries + 2 * shape.values + 2 * shape.keys
+            saved = self.num_layers * (kept + 2 * shape.intermediate_size)
+        if gradient_checkpointing:
+            again = max(size for _, size in layers)
+        outside = round(saved * tokens + self.outside_bytes * tokens) + fixed
+        in_layer = round((saved + again) * tokens + self.temporary_bytes(autocast) * tokens) + fixed + gradient
+        heads, working = self.head_bytes(num_samples, autocast), self.dequantized_bytes
+        waiting = 2 * self.vocab_size * shape.hidden_size * (shape.tied_head and self.method.rank is None)
+        return (
+            Peak(0, outside, heads[0], working),
+            Peak(0, outside, heads[1], working),
+            Peak(0, in_layer, waiting, working),
+        )
+
+    def last_peak(self, num_samples: int, autocast: bool) -> Peak:
+        """Count the bytes of `peaks` in the backward of the first layer, the last one to be computed."""
+        layer = max(self.layer_bytes(is_mixture, autocast=autocast) for is_mixture, _ in self.kinds)
+        activations = round((layer + self.temporary_bytes(autocast)) * self.rows(num_samples))
+        return Peak(0, activations, 0, self.dequantized_bytes)
+
+    def sharded_peaks(
+        self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool, gathered_bytes: int, num_processes: int
+    ) -> tuple[Peak, ...]:
+        """Count the bytes where FSDP shards the weights; in 16 bits where all is, gradients are reduced in them, too."""
+        peaks = self.peaks(num_samples, autocast=autocast, gradient_checkpointing=gradient_checkpointing)
+        w, (layer, trained, trained_outside) = gathered_bytes, self.count_gathered(gathered_bytes)
+        # What is outside is whole all the time, or, in units of its own, the head only while it is computed
+        matrix, outside = self.vocab_size * self.hidden_size, w * self.num_outside
+        whole, whole_head, head_gradient = outside, outside, w * trained_outside
+        waiting = w * trained_outside
+        if self.shards_outside:
+            whole, whole_head, head_gradient, waiting = 0, w * matrix, w * min(matrix, trained_outside), 0
+        reduced = 4 if self.method.weight_bytes == 4 else w  # type of the buffer of a reduction
+        forward, head, backward = peaks
+        in_head, in_layer = whole_head + 2 * layer + head_gradient, whole + 2 * layer + (w + reduced) * trained
+        return (
+            Peak(0, forward.activations, forward.head, round(whole_head + layer + forward.gathered)),
+            Peak(0, head.activations, head.head, round(in_head + head.gathered)),
+            Peak(0, backward.activations, backward.head + waiting, round(in_layer + backward.gathered)),
+            Peak(0, 0, 0, round(whole + (w + reduced) * trained_outside + reduced * trained)),
+        )
+
+
+def adjust_gradients(memory: Memory, model: PeerDecoder, layout: Layout, gradient_bytes: int) -> Memory:
+    """Adjust planned memory to when gradients exist, and how much of them each process holds, in a peer's program.
+
+    Args:
+        memory: plan of a program that keeps its part of the gradients all the time.
+        model: the model as the program computes it.
+        layout: the cut of the step.
+        gradient_bytes: bytes of a gradient.
+    """
+    if model.sums_whole_gradients and layout.gradient_accumulation_steps > 1:
+        return replace_gradients(memory, gradient_bytes * count_trained(model))
+    if model.keeps_gradients:
+        return memory
+    # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
+    last = model.last_peak(min(layout.per_device_train_batch_size, layout.shares[0]), autocast=True)
+    largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
+    at_end = min(memory.gradients, gradient_bytes * largest) if model.updates_in_backward else memory.gradients
+    without = replace_gradients(memory, 0)
+    states = without.optimizer_step
+    if states + sum(last) + at_end <= max(without.forward, without.backward):
+        return without
+    peak = states + at_end + sum(last)
+    values = {"forward": peak, "backward": peak, "optimizer_step": states + at_end}
+    return dataclasses.replace(memory, gradients=at_end, **last._asdict(), **values)
+
+
+def replace_gradients(memory: Memory, gradients: int) -> Memory:
+    """Replace the bytes of the gradients, in all sums that hold them."""
+    names = ("forward", "backward", "optimizer_step")
+    sums = {name: getattr(memory, name) + gradients - memory.gradients for name in names}
+    return dataclasses.replace(memory, gradients=gradients, **sums)

@@ -1,0 +1,1 @@
+"""The place where two runs part: `samestep compare`."""

@@ -1,0 +1,1 @@
+"""A live page about runs: `samestep watch`."""

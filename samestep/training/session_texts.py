@@ -1,0 +1,40 @@
+"""The texts of a session of a run: on what it trains how, and if it ends before the training does, why and how to go on."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.training.run import Run
+
+
+def describe_session(run: "Run", train: Any) -> str:
+    """Describe what the session trains, before its first step.
+
+    Args:
+        run: prepared.
+        train: the training data.
+    """
+    weights = getattr(run.recipe, "model_name_or_path", None)
+    return (
+        f"{train}; {f'weights of {weights}' if weights else 'random weights'}; "
+        f"{run.reduction.describe_cut(run.recovery.steps.layout)}{run.plan.describe_growth()}; on {run.accelerator.device}, "
+        f"mixed precision {run.accelerator.mixed_precision}; steps {run.completed_steps} to {run.plan.last_step} of "
+        f"{run.num_steps}{run.reduction.describe_bits()}"
+    )
+
+
+def explain_early_end(run: "Run") -> str:
+    """Say why the session ended before the training did, and how to go on."""
+    settings, limit, flags = run.settings, run.settings.stop_after_step, "--resume_from_checkpoint latest"
+    if settings.overwrite_output_dir:
+        flags += ", without --overwrite_output_dir"
+    if limit is not None and run.completed_steps >= limit:
+        why = f"stop_after_step is {limit}"
+        flags += f"{' and' if settings.overwrite_output_dir else ', without'} --stop_after_step"
+    elif run.recovery.stop.is_out_of_time:
+        why = f"max_train_minutes is {settings.max_train_minutes:g}"
+    else:
+        why = "it was asked to stop"
+    return (
+        f"Ended after step {run.completed_steps} of {run.num_steps}, as {why}; saved in {run.output_dir}. To go on: the same "
+        f"command with {flags}"
+    )

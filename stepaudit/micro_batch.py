@@ -1,0 +1,95 @@
+"""Describes the micro-batch that a model is given: its rows, its labels, and the numbers that a mean may be divided by."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stepaudit._internals import tree_leaves
+from stepaudit.batches import describe_row, to_plain
+from stepaudit.masks import read_stop_ids
+from stepaudit.recording import MicroStep
+
+Call = tuple[nn.Module, tuple, dict]
+"""A call of a module: the module, its arguments, and those that are given by name."""
+
+
+def describe_call(micro_step: MicroStep, calls: list[Call], batch: Any) -> Call | None:
+    """Note in a micro-step what the first call with tensors was given; return that call, None if there is none.
+
+    Args:
+        micro_step: is filled in.
+        calls: of modules, in their order.
+        batch: the value that the program got from its DataLoader; None if unknown.
+    """
+    for call in calls:
+        named_inputs, tensors = find_tensors(call)
+        if tensors:
+            _describe_inputs(micro_step, call[0], named_inputs, tensors[0], batch)
+            return call
+    return None
+
+
+def _describe_inputs(
+    micro_step: MicroStep, module: nn.Module, named_inputs: dict, first_tensor: torch.Tensor, batch: Any
+) -> None:
+    micro_step.num_rows = len(first_tensor)
+    micro_step.rows = [describe_row(row) for row in first_tensor]
+    labels = named_inputs.get("labels", batch.get("labels") if hasattr(batch, "get") else None)
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        micro_step.num_labels = int((labels != -100).sum())
+        other_labels = [
+            targets
+            for name, targets in named_inputs.items()
+            if name.endswith("_label") and isinstance(targets, torch.Tensor)
+        ]
+        if other_labels:  # BERT's next_sentence_label: another term, with another count
+            micro_step.counts = [int((targets != -100).sum()) for targets in (labels, *other_labels)]
+        micro_step.num_shifted = int((labels[..., 1:] != -100).sum()) if labels.ndim > 1 else None
+        stop_ids = read_stop_ids(getattr(unwrap(module), "config", None))
+        inputs = named_inputs.get("input_ids")
+        if stop_ids and isinstance(inputs, torch.Tensor):
+            micro_step.num_stops = [
+                sum(int((tokens == stop).sum()) for stop in stop_ids) for tokens in (labels[..., 1:], inputs)
+            ]
+    micro_step.denominators = _find_denominators(first_tensor, batch)
+    if named_inputs.get("num_items_in_batch") is not None:
+        micro_step.num_items = float(named_inputs["num_items_in_batch"])
+
+
+def find_tensors(call: Call) -> tuple[dict, list[torch.Tensor]]:
+    """Find the inputs that a call is given by name, and its tensors with rows [rows, ...]."""
+    _, args, kwargs = call
+    named_inputs = kwargs | (dict(args[0]) if args and hasattr(args[0], "keys") else {})
+    leaves = tree_leaves(to_plain([*named_inputs.values(), *args]))
+    return named_inputs, [value for value in leaves if isinstance(value, torch.Tensor) and value.ndim]
+
+
+def _find_denominators(first_tensor: torch.Tensor, batch: Any) -> dict[str, int]:
+    """Find the numbers by which a mean over the micro-batch may have been divided: name -> number."""
+    denominators = {"samples": len(first_tensor)}
+    if first_tensor.ndim in (2, 3) and (first_tensor.ndim == 3 or not first_tensor.is_floating_point()):
+        denominators["positions, padding included"] = first_tensor.shape[0] * first_tensor.shape[1]
+    leaves = batch.items() if hasattr(batch, "items") else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    for key, leaf in leaves:
+        name = key if isinstance(key, str) else f"batch[{key}]"
+        if isinstance(leaf, torch.Tensor) and leaf.ndim >= 1 and not leaf.is_floating_point():
+            padding = -100 if "label" in name or (leaf < 0).any() else 0
+            denominators[f"values other than {padding} in {name}"] = int((leaf != padding).sum())
+            if leaf.ndim > 1:
+                denominators[f"values other than {padding} after the first in {name}"] = int(
+                    (leaf[:, 1:] != padding).sum()
+                )
+    return denominators
+
+
+def count_rows(calls: list[Call]) -> int:
+    """Count the rows of the first tensor that the first call was given; 0 if there is none."""
+    tensors = [tensor for call in calls[:1] for tensor in find_tensors(call)[1]]
+    return len(tensors[0]) if tensors else 0
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, or the module itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module

@@ -1,0 +1,264 @@
+"""Follows the parameters of one optimizer from step to step: their gradients after each backward, and what a step changes."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from stepaudit._internals import BatchNorm, Dropout, has_hooks, put_last_hook_first
+from stepaudit.random_projection import Signs, project, size, sketch
+from stepaudit.recording import MicroStep, Recording, Step
+
+# Relative: smaller changes by hooks are rounding; the latter for gradients in 16 bits.
+HOOK_TOLERANCE, SHORT_HOOK_TOLERANCE = 1e-3, 0.05
+SHORT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass
+class OpenStep:
+    """Facts of a step that the optimizer has not taken yet.
+
+    Attributes:
+        micro_steps: backwards since the last step.
+        unclipped_gradient, clipped_gradient: sketches before and after the program clips; None: it has not.
+        gradient: sketch of what the optimizer takes; None: not known yet.
+        dtype: as of `Step`.
+        has_closure: whether the optimizer's step computes gradients itself.
+        num_ticks, num_averages: as of `Step`.
+    """
+
+    micro_steps: list[MicroStep] = dataclasses.field(default_factory=list)
+    unclipped_gradient: np.ndarray | None = None
+    clipped_gradient: np.ndarray | None = None
+    gradient: np.ndarray | None = None
+    dtype: str = ""
+    has_closure: bool = False
+    num_ticks: int = 0
+    num_averages: int = 0
+
+
+class Track:
+    """Follows the parameters of one optimizer from step to step.
+
+    Args:
+        model: the module that the parameters belong to; None if unknown.
+        parameters: name -> parameter.
+    """
+
+    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]):
+        self.parameters = list(parameters.values())
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.is_named = False
+        self.step = OpenStep()
+        self.last_gradient: np.ndarray | None = None  # .grad after the last backward
+        self.previous_parameters: list[torch.Tensor] = []  # the parameters before a step
+        self.has_stepped = False  # inside the present backward
+        self.raw_parts: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self.hook_tolerance = (
+            SHORT_HOOK_TOLERANCE if any(p.dtype in SHORT_DTYPES for p in self.parameters) else HOOK_TOLERANCE
+        )
+        self.signs: Signs = {}
+        self.recording = Recording(
+            num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+            process_index=int(os.environ.get("RANK", "0")),
+            names=list(parameters),
+            shapes=[list(p.shape) for p in self.parameters],
+            sizes=[size(p.numel()) for p in self.parameters],
+            weights=self.sketch(self.parameters),
+            signs=self.sketch(p.detach().sign() for p in self.parameters),
+        )
+        self.name_model([] if model is None else [model])
+
+    def name_model(self, modules: list[nn.Module]) -> None:
+        """Record the model of the parameters: the class of the called module that holds them, and its suspicious modules."""
+        ids = {id(p) for p in self.parameters}
+        model = next((module for module in modules if any(id(p) in ids for p in module.parameters())), None)
+        if model is None or self.is_named:
+            return
+        self.is_named, self.recording.model = bool(self.recording.model), type(model).__name__
+        self.recording.batch_norms.clear()
+        self.recording.dropouts.clear()
+        for name, module in model.named_modules():
+            place = f"{name} ({type(module).__name__})"
+            if isinstance(module, BatchNorm) and module.training:
+                self.recording.batch_norms.append(place)
+            if isinstance(module, Dropout) and module.training and module.p > 0:
+                self.recording.dropouts.append(place)
+
+    def watch(self, is_in_backward: Callable[[], bool]) -> Callable[[], None]:
+        """Record the gradient that each backward adds to each parameter, before hooks and reductions change it.
+
+        Returns:
+            A function that removes the hooks.
+        """
+
+        def note_part(number: int, gradient: torch.Tensor) -> None:
+            if is_in_backward():
+                with torch.no_grad():
+                    projection, previous_part = project(gradient, self.signs), self.raw_parts[number]
+                    self.raw_parts[number] = projection.clone() if previous_part is None else previous_part + projection
+
+        handles = []
+        for number, parameter in enumerate(self.parameters):
+            if has_hooks(parameter):
+                self.recording.hooked_parameters.append(self.recording.names[number])
+            if hasattr(parameter, "full_tensor") or not parameter.requires_grad:  # FSDP's hooks are not called
+                continue
+            handles.append(parameter.register_hook(functools.partial(note_part, number)))
+            put_last_hook_first(parameter)
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
+        return sketch(tensors, self.parameters).numpy()
+
+    def sketch_gradient(self) -> np.ndarray:
+        """Sketch the present gradient. Versions of tensors do not show every change: `.data` and all_reduce leave them."""
+        return self.sketch([parameter.grad for parameter in self.parameters])
+
+    def begin_backward(self) -> None:
+        """Note the gradient before a backward."""
+        self.raw_parts, self.has_stepped = [None] * len(self.parameters), False
+        self.initial_gradient = self.sketch_gradient()
+
+    def end_backward(self, is_synchronised: bool) -> MicroStep | None:
+        """Describe a backward after its end; None if it did not concern these parameters."""
+        gradient, initial_gradient = self.sketch_gradient(), self.initial_gradient
+        part = gradient - initial_gradient
+        if any(value is not None for value in self.raw_parts):
+            raw_part = np.concatenate(
+                [
+                    np.zeros(length) if value is None else value.double().cpu().numpy()
+                    for value, length in zip(self.raw_parts, self.recording.sizes, strict=True)
+                ]
+            )
+            has_gradients = any(parameter.grad is not None for parameter in self.parameters)
+            is_whole = not is_synchronised and has_gradients
+            difference = np.linalg.norm(part - raw_part)
+            is_hooked = bool(is_whole and difference > self.hook_tolerance * np.linalg.norm(raw_part))
+            part = part if is_whole else raw_part
+        elif not part.any() and not any(hasattr(parameter, "full_tensor") for parameter in self.parameters):
+            return None
+        else:
+            is_hooked = False
+            if is_synchronised or any(hasattr(parameter, "full_tensor") for parameter in self.parameters):
+                part = None
+        is_touched = self.last_gradient is not None and not np.array_equal(
+            initial_gradient, self.last_gradient, equal_nan=True
+        )
+        self.last_gradient = gradient
+        return MicroStep(
+            gradient=gradient,
+            part=part,
+            is_fresh=not initial_gradient.any(),
+            is_touched=is_touched,
+            is_synchronised=is_synchronised,
+            is_hooked=is_hooked,
+        )
+
+    def add_micro_step(self, micro_step: MicroStep, is_continued: bool) -> None:
+        """Add a backward to the step; `is_continued`: unless the gradient was touched, to the same forward's earlier one."""
+        self.step.unclipped_gradient = self.step.clipped_gradient = None
+        if is_continued and self.step.micro_steps and not micro_step.is_touched:
+            _add_backward(self.step.micro_steps[-1], micro_step)
+        else:
+            self.step.micro_steps.append(micro_step)
+
+    def begin_clipping(self) -> None:
+        """Note the gradient before the program clips it."""
+        if self.step.micro_steps and self.step.unclipped_gradient is None:
+            self.step.unclipped_gradient = self.sketch_gradient()
+
+    def end_clipping(self) -> None:
+        """Note the clipped gradient."""
+        if self.step.micro_steps:
+            self.step.clipped_gradient = self.sketch_gradient()
+
+    def begin_step(self, has_closure: bool, is_in_backward: bool) -> None:
+        """Note parameters and gradient before the optimizer's step.
+
+        Args:
+            has_closure: whether the step computes gradients itself; they are noted after it.
+            is_in_backward: whether a hook takes the step, as soon as a gradient is there.
+        """
+        if not self.previous_parameters:
+            self.previous_parameters = [
+                torch.empty_like(parameter, requires_grad=False) for parameter in self.parameters
+            ]
+        with torch.no_grad():
+            for value, parameter in zip(self.previous_parameters, self.parameters, strict=True):
+                value.copy_(parameter)  # new memory would cost several times as much
+        self.step.has_closure = has_closure
+        if is_in_backward:
+            micro_step = self.end_backward(is_synchronised=False)
+            self.step.micro_steps.append(micro_step or MicroStep(self.sketch_gradient(), True, False, False))
+            self.has_stepped = True
+        if not has_closure:
+            self._note_gradient()
+
+    def _note_gradient(self) -> None:
+        self.step.gradient = self.sketch_gradient()
+        is_cut = len(self.step.micro_steps) > 1 or self.recording.num_processes > 1
+        self.step.dtype = _find_short_dtype(self.parameters) if is_cut else ""
+
+    def end_step(self, optimizer: torch.optim.Optimizer, keep_parameters: bool) -> None:
+        """Record the step after the optimizer took it; `keep_parameters`: put the parameters back."""
+        if self.step.has_closure:
+            self._note_gradient()
+        step, rates = self.step, [float(group["lr"]) for group in optimizer.param_groups]
+        with torch.no_grad():
+            pairs = list(zip(self.parameters, self.previous_parameters, strict=True))
+            subtract = torch.Tensor.sub_ if keep_parameters else torch.Tensor.sub
+            change = self.sketch(subtract(parameter, value) for parameter, value in pairs)
+            for parameter, value in pairs if keep_parameters else []:
+                parameter.copy_(value)
+        clipped = step.clipped_gradient
+        is_clipped_early = clipped is not None and not np.array_equal(clipped, step.gradient, equal_nan=True)
+        unclipped = None if is_clipped_early else step.unclipped_gradient
+        self.recording.steps.append(
+            Step(
+                gradient=step.gradient,
+                unclipped_gradient=step.gradient if unclipped is None else unclipped,
+                change=change,
+                learning_rates=rates,
+                num_ticks=step.num_ticks,
+                micro_steps=step.micro_steps,
+                is_clipped_early=is_clipped_early,
+                dtype=step.dtype,
+                num_averages=step.num_averages,
+            )
+        )
+        self.step, self.last_gradient = OpenStep(), None
+
+
+def _add_backward(micro_step: MicroStep, other: MicroStep) -> None:
+    micro_step.gradient = other.gradient
+    micro_step.is_synchronised |= other.is_synchronised
+    micro_step.is_hooked |= other.is_hooked
+    parts, losses = (micro_step.part, other.part), (micro_step.loss, other.loss)
+    micro_step.part = None if any(value is None for value in parts) else parts[0] + parts[1]
+    micro_step.loss = None if None in losses else losses[0] + losses[1]
+
+
+def _find_short_dtype(parameters: Sequence[nn.Parameter]) -> str:
+    """Find the dtype of 16 bits that holds all numbers of the gradients exactly; empty if there is none."""
+    for dtype in SHORT_DTYPES:
+        num_numbers, fits = 0, True
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or hasattr(gradient, "full_tensor"):
+                continue
+            num_numbers += int((gradient != 0).sum())
+            if not (fits := bool((gradient == gradient.to(dtype).to(gradient.dtype)).all())):
+                break
+        if fits and num_numbers >= 64:
+            return str(dtype).removeprefix("torch.")
+    return ""
