@@ -1,4 +1,4 @@
-"""The results that a finished run publishes: all_results.json, loss.png, the model card, its upload to the hub; and its best model."""
+"""Results of a finished run for others: all_results.json, loss.png, the model card, its upload to the hub; and its best model."""
 
 import datetime
 import json
