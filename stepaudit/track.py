@@ -20,7 +20,7 @@ SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass
 class OpenStep:
-    """What is known of a step that the optimizer has not taken yet.
+    """Facts of a step that the optimizer has not taken yet.
 
     Attributes:
         micro_steps: backwards since the last step.

@@ -345,7 +345,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activations(Weights):
-    """What a decoder's forward saves for its backward.
+    """The tensors that a decoder's forward saves for its backward.
 
     Attributes:
         sequence_length: T.

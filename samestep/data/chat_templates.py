@@ -276,7 +276,7 @@ class Renderer(ChatTemplate):
 
     @property
     def rule(self) -> str:
-        """What is trained, and how it is found, for people."""
+        """A sentence for people on which tokens are trained, and how they are found."""
         if self.train_on == "all":
             return "all tokens"
         if not self.has_turns:

@@ -37,7 +37,7 @@ from samestep.step import noise
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 PREFIX = "unpadded_"
-"""Of a kernel's name in the config of a model that sees both sides."""
+"""Prefix of a kernel's name in the config of a model that sees both sides."""
 BY_LENGTH = "_by_length"
 KERNELS = ("sdpa", "eager", "sdpa" + BY_LENGTH, "eager" + BY_LENGTH, "varlen")
 """sdpa: torch's kernels over a padded table. eager: plain products over it. _by_length: the same over several tables, each for

@@ -32,7 +32,7 @@ __all__ = [
 
 CATALOG = shipped_folder("catalog")
 BASES = CATALOG / "bases"
-"""What recipes extend: for each task, named as it is, the fields that three quarters of its recipes share. No base is a recipe:
+"""Bases of recipes: for each task, named as it is, the fields that three quarters of its recipes share. No base is a recipe:
 none names a batch and a length of its own."""
 SOURCES = ALTERNATIVES[-1]
 PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name", "mixture_weights")

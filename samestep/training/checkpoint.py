@@ -294,7 +294,7 @@ def make_whole_model(accelerator: Accelerator, model: nn.Module, build: Callable
 
 @dataclasses.dataclass
 class Trained:
-    """What a run trains, and a checkpoint holds.
+    """The objects that a run trains, and a checkpoint holds.
 
     Attributes:
         model, optimizer: as prepared by Accelerate.

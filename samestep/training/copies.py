@@ -65,7 +65,7 @@ class Peers:
 
 
 class Copies(NamedTuple):
-    """Where checkpoints of a run are, beside the output folder.
+    """The places of a run's checkpoints, beside the output folder.
 
     Attributes:
         store: gets a copy of each checkpoint; process 0's.

@@ -1,4 +1,4 @@
-"""What is done about a loss or a gradient that is not finite: the run stops before it, or goes on without that step."""
+"""The remedies for a loss or a gradient that is not finite: the run stops before it, or goes on without that step."""
 
 import math
 from collections.abc import Sequence

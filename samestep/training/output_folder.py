@@ -23,7 +23,7 @@ from samestep.training import checkpoint
 from samestep.training.checkpoint import LINES
 
 SECONDS_TO_UNLOCK = 10.0
-"""For workers of an earlier generation to end, which hold the lock of the output folder."""
+"""Seconds for workers of an earlier generation to end, which hold the lock of the output folder."""
 
 
 class OutputFolder:

@@ -1,4 +1,4 @@
-"""What watches a run or adds to it, and decides no gradient.
+"""Parts that watch a run or add to it, and decide no gradient.
 
 A part has some of the methods of `Part`, which do nothing here. It is made by its class, called with the run, when the model
 and the optimizer are prepared; `samestep.training.ways` lists the parts, in the order in which they are called. A step calls

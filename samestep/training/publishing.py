@@ -1,4 +1,4 @@
-"""What a finished run publishes: all_results.json, loss.png, the model card, its upload to the hub; and its best model."""
+"""The results of a finished run: all_results.json, loss.png, the model card, its upload to the hub; and its best model."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""What a rehearsal trains in place of the model that a recipe fine-tunes: a small one of its kind."""
+"""The model of a rehearsal in place of the one that a recipe fine-tunes: a small one of its kind."""
 
 import os
 import shutil

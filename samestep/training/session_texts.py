@@ -1,4 +1,4 @@
-"""What a session of a run says: on what it trains how, and if it ends before the training does, why and how to go on."""
+"""The texts of a session of a run: on what it trains how, and if it ends before the training does, why and how to go on."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Where a session of a run begins: at a checkpoint, which may be of a training of another length, or before the first step."""
+"""The beginning of a session: at a checkpoint, which may be of a training of another length, or before the first step."""
 
 import dataclasses
 import datetime

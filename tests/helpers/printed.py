@@ -95,10 +95,11 @@ def in_script(path: Path) -> Iterator[Printed]:
 
 
 def in_make() -> Iterator[Printed]:
-    """Find the targets that `make help` lists, and what those run that train; their shell's own $(...) left out."""
+    """Find the targets and benchmarks that `make help` lists, and what those run that train; their shell's $(...) left out."""
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"^ *(make ([\w-]+))", listed, re.MULTILINE)
-    for command, _ in targets:
+    benchmarks = re.findall(r"^  (\w+) {2,}", listed.partition("Measurements")[2], re.MULTILINE)
+    for command in [*(command for command, _ in targets), *(f"make bench NAME={name}" for name in benchmarks)]:
         yield from split(command, "make help")
     names = [name for _, name in targets if name.startswith(("pretrain", "finetune", "train-"))]
     recipes = subprocess.run(["make", "-n", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -12,27 +12,33 @@ OWN = {
         advice convnet costs device_benchmark engines growth hardware memory methods page placement plan plan_commands
         pretrained_shape proof_gpu timing trace worked_examples workload
         """.split(),
-    "samestep.contrib": "accumulation checkpoint_store communication peer_copies replicas stragglers".split(),
+    "samestep.contrib": """
+        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest noise_scale peer_copies replicas
+        stragglers watch
+        """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
 SHARED = {
     "stepplan": """
-        batch_schedule boundaries bounds chat configs conversations docs errors harness internals launch main modern muon
-        no_code noise_scale other_names packaging printed_commands products readme reading rehearsal scaling sharding
+        batch_schedule boundaries bounds configs conversations docs errors harness internals launch main modern muon no_code
+        other_names packaging printed_commands products quantization readme reading rehearsal scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating boundaries bounds equivalence exact_sum fault_tolerance golden launch optim packaging printed_commands
-        reduction reliability reproducible restarts saved_models sharding
+        accumulating advice batch_schedule boundaries bounds docs equivalence errors exact_sum golden interrupt launch main muon
+        no_code optim packaging plots printed_commands quantization reading readme recovery reduction rehearsal reliability
+        reproducible restarts run_files saved_models sharding terminal variants watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
+HELPERS = {"stepplan": ["odd_inputs", "odd_runs"], "samestep.contrib": ["run_accumulating"]}
+"""Room -> names of helpers that need it, where pytest looks for doctests."""
 MISSING = [room for room in OWN if find_spec(room) is None]
 
 
 def list_ignored() -> list[str]:
     """List the files of tests that are not collected, as their room is missing."""
     files = [f"test_{name}.py" for room in MISSING for name in OWN[room]]
-    return files + ["helpers/odd_inputs.py", "helpers/odd_runs.py"] * ("stepplan" in MISSING)
+    return files + [f"helpers/{name}.py" for room in MISSING for name in HELPERS[room]]
 
 
 def list_excused(path: Path) -> list[str]:

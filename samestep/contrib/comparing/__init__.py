@@ -1,1 +1,1 @@
-"""Where two runs part: `samestep compare`."""
+"""The place where two runs part: `samestep compare`."""

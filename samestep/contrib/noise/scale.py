@@ -17,7 +17,7 @@ from samestep.training.run_step import RunStep
 
 
 class StepNoise(NamedTuple):
-    """What was measured in a step.
+    """The measurements of a step.
 
     Attributes:
         step: its number; 0 is the first of the training.

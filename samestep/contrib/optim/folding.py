@@ -31,7 +31,7 @@ from samestep.step.pieces import count_at_once, split_memory
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
 COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
-"""How moments with decay b decay:
+"""The decay of moments with decay b:
 
     exact         by b once per step
     substitute    by 1 - (1 - b) / k in every micro-batch (Su 2021)

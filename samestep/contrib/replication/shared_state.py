@@ -1,4 +1,4 @@
-"""What replicas have in common: parameters, optimizer, and all else that a checkpoint holds."""
+"""The state that replicas have in common: parameters, optimizer, and all else that a checkpoint holds."""
 
 import hashlib
 import json
