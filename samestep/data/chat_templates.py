@@ -45,9 +45,9 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 CONTROL_TOKEN = re.compile(r"<[|｜][^\s<>|｜]+[|｜]?>|<[^\s<>|｜/]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]")
 """Control token in the text of a template."""
 
-FOLDER = Path(__file__).parent / "templates"
 TEMPLATES = {
-    name: (FOLDER / f"{name}.jinja").read_text(encoding="utf-8").replace("\n", "") for name in ("chatml", "tulu")
+    name: (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8").replace("\n", "")
+    for name in ("chatml", "tulu")
 }
 """Name of a chat template that `chat_template` may give instead of a file -> the template, with markers: `chatml` is that
 of tokenizers that are trained here; `tulu` (arXiv 2306.04751) is for base models, without control tokens: roles are text."""
