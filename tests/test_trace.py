@@ -414,7 +414,7 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
     measured = peak(lambda: forward().backward(), tmp_path)
     config.save_pretrained(tmp_path)
     options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
-    traced = trace_config(str(tmp_path), 4, 128, **options, device="cpu")
+    traced = trace_config(str(tmp_path), 4, 128, **options)
     state = traced.parameters + traced.gradients + traced.moments
     assert traced.peak - state == pytest.approx(measured, rel=0.01)
 
@@ -458,7 +458,7 @@ def test_experts_are_traced_as_they_are_allocated(tmp_path):
     step()
     measured = peak(step, tmp_path)
     config.save_pretrained(tmp_path)
-    traced = trace_config(str(tmp_path), 4, 128, mixed_precision="no", device="cpu")
+    traced = trace_config(str(tmp_path), 4, 128, mixed_precision="no")
     state = traced.parameters + traced.gradients + traced.moments
     assert traced.peak - state == pytest.approx(measured, rel=0.01)
 
