@@ -25,6 +25,7 @@ from accelerate.optimizer import patch_optimizer_step
 from common import DROPOUT, ROOT, fresh_accelerator, metrics, samples_of_steps, tiny_argv
 from compare import check, same_weights, untimed_metrics
 from faults import train_with_code
+from hooks import StepCount, Watch, before
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
@@ -35,7 +36,7 @@ from samestep.models import networks, resnet
 from samestep.recipe import catalog as recipes
 from samestep.recipe import run_settings as run
 from samestep.recipe.run_settings import RunSettings
-from samestep.training import checkpoint, launch, output_folder, report
+from samestep.training import checkpoint, launch, output_folder
 from samestep.training.reduction import Reduction
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
@@ -357,22 +358,21 @@ def test_a_checkpoint_of_the_format_before_goes_on(train):
 # -------------------------------------------------------------------------------------------------- how they are written
 
 
-def test_in_the_background_the_same_bytes_and_no_waiting(train, monkeypatch):
+def test_in_the_background_the_same_bytes_and_no_waiting(train):
     """A writer slower than the steps: what it writes is the state of its step, though training has gone on."""
     flags = "--global_batch_size 8 --checkpointing_steps 3" + DROPOUT
     plain = train("plain", flags)
-    original, log_step, steps, advanced = checkpoint.safetensors.torch.save_file, report.RunLog.step, [], []
+    advanced = []
 
-    def slow(tensors, path):
-        start, is_last = len(steps), len(steps) == 10
-        if not is_last and threading.current_thread() is not threading.main_thread():
-            until(lambda: len(steps) > start, "step while a checkpoint is written")
-        advanced.append(len(steps) - start)
-        original(tensors, path)
+    def slow(path, *_):
+        if not str(path).endswith("model.safetensors") or threading.current_thread() is threading.main_thread():
+            return
+        start = steps.value
+        if start < 10:
+            until(lambda: steps.value > start, "step while a checkpoint is written")
+        advanced.append(steps.value - start)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.safetensors.torch, "save_file", slow)
-        patch.setattr(report.RunLog, "step", lambda self, *a: (steps.append(1), log_step(self, *a)))
+    with StepCount() as steps, before("open", slow):
         background = train("background", flags + " --async_checkpointing")
     assert advanced[0] > 0, "training went on while checkpoint-3 was written"
     for folder in checkpoint.checkpoints(plain):
@@ -384,27 +384,26 @@ def test_in_the_background_the_same_bytes_and_no_waiting(train, monkeypatch):
     assert untimed_metrics(background) == untimed_metrics(plain)
 
 
-def test_old_ones_go_only_after_the_new_one_is_there(train, monkeypatch):
+def test_old_ones_go_only_after_the_new_one_is_there(train):
     """Killed in any moment of writing, something whole is left."""
     folder = train("run", "--global_batch_size 8 --stop_after_step 2")
-    events, rename, rmtree = [], Path.rename, shutil.rmtree
+    moments = []
 
-    def note(event):
+    def note(*_):
         whole = []
         for path in checkpoint.checkpoints(folder):
             with contextlib.suppress(checkpoint.DamagedCheckpoint):
                 checkpoint.verify(path)
                 whole.append(path.name)
-        events.append((event, whole))
+        moments.append(whole)
 
-    monkeypatch.setattr(Path, "rename", lambda self, to: (note("rename"), rename(self, to), note("renamed")) and to)
-    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (note("remove"), rmtree(*a, **k), note("removed")))
-    train(
-        "run",
-        "--global_batch_size 8 --resume_from_checkpoint latest --checkpointing_steps 2 --checkpoints_total_limit 1",
-    )
-    assert len(events) >= 12
-    assert all(whole for _, whole in events)
+    flags = "--global_batch_size 8 --resume_from_checkpoint latest --checkpointing_steps 2 --checkpoints_total_limit 1"
+    with contextlib.ExitStack() as stack:
+        for event in ("os.mkdir", "os.rename", "shutil.rmtree", "os.remove", "os.rmdir"):
+            stack.enter_context(before(event, note))
+        train("run", flags)
+    assert len(moments) >= 12
+    assert all(moments)
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["checkpoint-10"]
 
 
@@ -483,23 +482,20 @@ def test_the_limit_is_the_number_kept(tmp_path, limit):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", [Killed(), OSError(5, "Input/output error")], ids=["killed", "failed"])
 @pytest.mark.parametrize("restart", ["latest", "checkpoint-6", "save"])
-def test_a_step_written_anew_is_never_lost(tmp_path, monkeypatch, restart, error, asynchronous):
+def test_a_step_written_anew_is_never_lost(tmp_path, restart, error, asynchronous):
     """As when a run goes on from an older checkpoint: the old one is found unless the new one is in its place."""
-    rename = Path.rename
     for num_renames in range(3):
         output_dir, renamed = tmp_path / str(num_renames), []
         Small(output_dir).save(6)
         old = (output_dir / "checkpoint-6" / "model.safetensors").read_bytes()
         small = Small(output_dir, asynchronous=asynchronous)
 
-        def limited(self, to, num_renames=num_renames, renamed=renamed):
+        def limited(_, to, *__, num_renames=num_renames, renamed=renamed):
             renamed.append(to)
             if len(renamed) == num_renames + 1:  # once: a failure of storage is not for ever
                 raise error
-            return rename(self, to)
 
-        with contextlib.suppress(Killed, RunError), monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", limited)
+        with contextlib.suppress(Killed, RunError), before("os.rename", limited):
             with torch.no_grad():
                 small.model[0].weight.fill_(6)
             small.save(6)
@@ -517,18 +513,16 @@ def test_a_step_written_anew_is_never_lost(tmp_path, monkeypatch, restart, error
     assert len(renamed) == 2
 
 
-def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path, monkeypatch):
+def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path):
     Small(tmp_path).save(1, 2, 3)
-    small, rmtree = Small(tmp_path, start=3, limit=1), shutil.rmtree
+    small = Small(tmp_path, start=3, limit=1)
 
-    def cut_short(path, *arguments, **keywords):
+    def cut_short(path, *_):
         (Path(path) / "model.safetensors").unlink()
         raise Killed
 
-    monkeypatch.setattr(shutil, "rmtree", cut_short)
-    with pytest.raises(Killed):
+    with before("shutil.rmtree", cut_short), pytest.raises(Killed):
         small.save(4)
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
     for folder in checkpoint.checkpoints(tmp_path):
         checkpoint.verify(folder)
     Small(tmp_path, start=4, limit=1).save(5)
@@ -538,24 +532,22 @@ def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path, monkeypatch):
 @pytest.mark.parametrize("restart", ["saves again", "ends"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("place", ["before", "renamed"])
-def test_a_kill_before_the_deletion_leaves_no_more_than_the_limit(tmp_path, monkeypatch, restart, asynchronous, place):
+def test_a_kill_before_the_deletion_leaves_no_more_than_the_limit(tmp_path, restart, asynchronous, place):
     """Killed when the new one has its name and the old one is there, or has been moved aside: the next save deletes it, or,
     if that was the last one, the end of the run that is resumed there."""
     Small(tmp_path, limit=1).save(1)
     small = Small(tmp_path, start=1, limit=1, asynchronous=asynchronous)
 
-    def killed(*_):
-        raise Killed
+    name, event = ("checkpoint-1", "os.rename") if place == "before" else (".checkpoint-1.partial", "shutil.rmtree")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Saver, "_delete", killed) if place == "before" else patch.setattr(
-            checkpoint, "_discard", lambda path: killed() if path.name == ".checkpoint-1.partial" else None
-        )
-        with contextlib.suppress(Killed):
-            small.save(2)
-            small.saver.close()
-    names = ["checkpoint-1" if place == "before" else ".checkpoint-1.partial", "checkpoint-2"]
-    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    def kill(path, *_):
+        if Path(path).name == name:
+            raise Killed
+
+    with before(event, kill), contextlib.suppress(Killed):
+        small.save(2)
+        small.saver.close()
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "checkpoint-2"])
     small = Small(tmp_path, start=2, limit=1, asynchronous=asynchronous)
     if restart == "saves again":
         small.save(3)
@@ -584,14 +576,21 @@ def test_folders_with_similar_names_are_never_deleted(tmp_path, capfd):
     assert all((tmp_path / name / "pytorch_model.bin").read_text() == name for name in names)
 
 
-def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_all_is_on_disk_before_it_has_its_name(tmp_path):
     """Flushed: each file and the folder before the rename, the folder above after it; deleted: after that."""
     Small(tmp_path).save(1)
-    events, flush, rename, rmtree = [], checkpoint._flush, Path.rename, shutil.rmtree
-    monkeypatch.setattr(checkpoint, "_flush", lambda path: (events.append(path.name), flush(path)))
-    monkeypatch.setattr(Path, "rename", lambda self, to: (events.append(f"-> {to.name}"), rename(self, to))[1])
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **keywords: (events.append("delete"), rmtree(path, **keywords)))
-    Small(tmp_path, start=1, limit=1).save(2)
+    events = []
+
+    def note_flush(path, mode, flags):
+        if mode is None and not flags & os.O_NONBLOCK and "delete" not in events:  # for `os.fsync`
+            events.append(Path(path).name)
+
+    with (
+        before("open", note_flush),
+        before("os.rename", lambda _, to, *__: events.append(f"-> {Path(to).name}")),
+        before("shutil.rmtree", lambda *_: events.append("delete")),
+    ):
+        Small(tmp_path, start=1, limit=1).save(2)
     files = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
     assert sorted(events[:5]) == files
     assert events[5:] == [
@@ -604,7 +603,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_storage_that_fails_for_a_while(tmp_path, capfd, monkeypatch, asynchronous):
+def test_storage_that_fails_for_a_while(tmp_path, capfd, asynchronous):
     """What fails is said with the step, the reason and what is left; a later success makes it good."""
     small = Small(tmp_path / "run", asynchronous=asynchronous)
     (tmp_path / "run").write_text("a file where the folder should be")
@@ -617,8 +616,7 @@ def test_storage_that_fails_for_a_while(tmp_path, capfd, monkeypatch, asynchrono
     small.saver._wait()
     (tmp_path / "run" / ".checkpoint-9.partial").write_text("not a folder")
     for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError(), PermissionError(13, "no")):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor if asynchronous else Path, "clone" if asynchronous else "mkdir", raising(error))
+        with Watch(torch.Tensor.clone, raising(error)) if asynchronous else before("os.mkdir", raising(error)):
             small.save(names(tmp_path / "run")[-1] + 1)
         assert names(tmp_path / "run") == [1]
         small.saver.step = 1
@@ -637,18 +635,12 @@ def raising(error):
     return function
 
 
-def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
+def test_training_cannot_change_what_is_being_written(tmp_path):
     """The writer begins only after every live tensor has been overwritten."""
     Small(tmp_path / "plain").save(1)
     num_threads = threading.active_count()
-    small, begin, original = (
-        Small(tmp_path / "run", asynchronous=True),
-        threading.Event(),
-        checkpoint.safetensors.torch.save_file,
-    )
-    monkeypatch.setattr(
-        checkpoint.safetensors.torch, "save_file", lambda *arguments: (begin.wait(PATIENCE), original(*arguments))
-    )
+    small, begin = Small(tmp_path / "run", asynchronous=True), threading.Event()
+    small.saver.thread.submit(begin.wait, PATIENCE)  # before all that it will write
     small.save(1)
     assert not names(tmp_path / "run"), "save returns before anything is written"
     with torch.no_grad():
@@ -886,17 +878,13 @@ def test_two_processes_agree_on_damage_and_on_a_full_disk(train, trainings, corp
     assert names(output_dir) == [2, 4, 6]
 
 
-def test_a_failure_is_forgotten_when_a_later_save_succeeds(train, monkeypatch, capsys):
-    original, calls = checkpoint.safetensors.torch.save_file, []
-
-    def fail_once(tensors, path):
-        calls.append(path)
-        if len(calls) == 1:
+def test_a_failure_is_forgotten_when_a_later_save_succeeds(train, capsys):
+    def fail_once(path, *_):
+        if Path(path).name == ".checkpoint-4.partial":
             raise OSError(28, "No space left on device")
-        original(tensors, path)
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", fail_once)
-    output_dir = train("run", "--global_batch_size 8 --checkpointing_steps 4")
+    with before("os.mkdir", fail_once):
+        output_dir = train("run", "--global_batch_size 8 --checkpointing_steps 4")
     assert "WARNING: checkpoint-4 could not be written" in capsys.readouterr().err
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-8", "checkpoint-10"]
 
@@ -934,24 +922,23 @@ def test_a_full_disk_does_not_end_training(train, capfd, more):
     assert untimed_metrics(output_dir) == untimed_metrics(train("whole", flags))
 
 
-def test_metrics_that_cannot_be_written_are_written_later(train, monkeypatch, tmp_path, capsys):
+def test_metrics_that_cannot_be_written_are_written_later(train, capsys):
     """A disk that is full for a while loses no line."""
-    original, calls = Path.open, []
+    calls = []
 
-    def full(self, mode="r", *arguments, **keywords):
-        if self.name == "metrics.jsonl" and mode == "a":
-            calls.append(1)
+    def fill(path, mode, _):
+        if str(path).endswith("metrics.jsonl") and mode == "a":
+            calls.append(path)
             if 3 <= len(calls) <= 6:
-                file = original(self, mode, *arguments, **keywords)
-                file.write('{"half')
-                file.close()
+                descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+                os.write(descriptor, b'{"half')
+                os.close(descriptor)
                 raise OSError(28, "No space left on device")
-        return original(self, mode, *arguments, **keywords)
 
-    monkeypatch.setattr(Path, "open", full)
-    ours = train("run", "--global_batch_size 8 --logging_steps 2")
+    with before("open", fill):
+        ours = train("run", "--global_batch_size 8 --logging_steps 2")
     assert "metrics.jsonl cannot be written (No space left on device); trying again later" in capsys.readouterr().err
-    monkeypatch.undo()
+    assert len(calls) > 6
     assert untimed_metrics(ours) == untimed_metrics(train("plain", "--global_batch_size 8"))
 
 

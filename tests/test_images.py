@@ -9,11 +9,13 @@ import shutil
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from hooks import before
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
@@ -549,14 +551,13 @@ def test_the_fingerprint_is_of_names_sizes_and_labels(folder, tmp_path):
     assert first.digest(np.arange(8)) != other.digest(np.arange(8)), "other labels"
 
 
-def test_the_fingerprint_of_digits_is_of_their_content(monkeypatch):
-    first = digits()[0].fingerprints
-    assert digits()[0].fingerprints == first
-    assert digits()[1].fingerprints != first
-    theirs = load_digits()
-    theirs.images[digits()[0].rows[0], 3, 3] += 1
-    monkeypatch.setattr("sklearn.datasets.load_digits", lambda: theirs)
-    assert digits()[0].fingerprints != first
+def test_the_fingerprint_of_digits_is_of_their_content():
+    first, held_out = digits()
+    assert digits()[0].fingerprints == first.fingerprints != held_out.fingerprints
+    digest = first.store.digest(first.rows)
+    assert digest in str(first.fingerprints)
+    first.store.images[first.rows[0], 3, 3] += 1
+    assert first.store.digest(first.rows) != digest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -676,20 +677,26 @@ def test_a_class_of_bad_images_only(folder):
     assert "no image of ant can be decoded: mend some, or remove the class" in message
 
 
-def test_an_image_is_verified_once_until_it_changes(folder, monkeypatch):
-    verified, verify = [], images._verify
+def opened_images(folder, changes=(), **settings) -> tuple[images.Images, set[str]]:
+    """Build the source of a folder; it, and the names of the images that were opened for it."""
+    opened = set()
 
-    def counted(store, row):
-        verified.append(store.name(row))
-        return verify(store, row)
+    def note(path, *_):
+        if Path(str(path)).is_relative_to(folder):
+            opened.add(os.path.relpath(path, folder))
 
-    monkeypatch.setattr(images, "_verify", counted)
+    with before("open", note):
+        source, _ = images.build(make_recipe(folder, **dict(changes)), **settings)
+    return source, opened
+
+
+def test_an_image_is_verified_once_until_it_changes(folder):
     damage(folder)
 
     def build() -> set[str]:
-        verified.clear()
-        assert len(images.build(make_recipe(folder), on_bad_row="skip")[0]) + skipped == 11
-        return set(verified)
+        source, opened = opened_images(folder, on_bad_row="skip")
+        assert len(source) + skipped == 11
+        return opened
 
     skipped = 3
     assert len(build()) == 11
@@ -704,37 +711,33 @@ def test_an_image_is_verified_once_until_it_changes(folder, monkeypatch):
     assert len(build()) == 11
 
 
-def test_an_interrupted_verification_goes_on(folder, monkeypatch):
-    verify = images._verify
+def test_an_interrupted_verification_goes_on(folder):
+    (folder / "ant").mkdir()
+    for number in range(2 * images.CHUNK):
+        shutil.copy(folder / "cat" / "0.jpg", folder / "ant" / f"{number:02}.jpg")
 
-    def interrupted(store, row):
-        if row == 5:
-            raise UsageError("the disk is gone")
-        return verify(store, row)
+    def interrupt(path, *_):
+        if str(path).endswith("cat/4.jpg"):
+            raise OSError(errno.EIO, "the disk is gone")
 
-    monkeypatch.setattr(images, "_verify", interrupted)
-    monkeypatch.setattr(images, "CHUNK", 1)
-    with pytest.raises(UsageError, match="the disk is gone"):
-        images.build(make_recipe(folder), num_workers=1)
-    verified = []
-    monkeypatch.setattr(images, "_verify", lambda store, row: verified.append(row) or (None, []))
-    images.build(make_recipe(folder))
-    assert sorted(verified) == [5, 6, 7]
+    with before("open", interrupt), pytest.raises(UsageError, match="the disk is gone"):
+        images.build(make_recipe(folder, num_labels=3), num_workers=1)
+    source, opened = opened_images(folder, {"num_labels": 3})
+    assert len(source) == 8 + 2 * images.CHUNK
+    assert "cat/4.jpg" in opened
+    assert "ant/00.jpg" not in opened
 
 
-def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder, monkeypatch):
+def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder):
     """A disk that fails for a moment must not change the dataset."""
-    whole = images.Files.open
 
-    def failing(store, row):
-        if row == 2:
+    def fail(path, *_):
+        if str(path).endswith("cat/4.jpg"):
             raise OSError(errno.EIO, "Input/output error")
-        return whole(store, row)
 
-    monkeypatch.setattr(images.Files, "open", failing)
-    message = problem(lambda: images.build(make_recipe(folder), on_bad_row="skip"))
+    with before("open", fail):
+        message = problem(lambda: images.build(make_recipe(folder), on_bad_row="skip"))
     assert "cat/4.jpg cannot be read (Input/output error): check the file and its permissions" in message
-    monkeypatch.undo()
     assert len(images.build(make_recipe(folder))[0]) == 8
 
 
@@ -745,7 +748,7 @@ def test_an_image_that_is_lost_during_training(folder):
     assert "cat/2.jpg was an image at the start and is none now ([Errno 2] No such file" in message
 
 
-def test_folders_that_cannot_be_used(tmp_path, folder, monkeypatch):
+def test_folders_that_cannot_be_used(tmp_path, folder):
     def message(path, **changes) -> str:
         return problem(lambda: images.build(make_recipe(path, **changes)))
 
@@ -761,16 +764,13 @@ def test_folders_that_cannot_be_used(tmp_path, folder, monkeypatch):
     (folder / "eel" / "link.png").symlink_to(tmp_path / "gone.png")
     assert "eel/link.png cannot be read (No such file" in message(folder, num_labels=3)
 
-    scan = os.scandir
-
-    def forbidden(path):
+    def forbid(path):
         if str(path).endswith("dog"):
             raise PermissionError(errno.EACCES, "Permission denied")
-        return scan(path)
 
-    monkeypatch.setattr(os, "scandir", forbidden)
     (folder / "eel" / "link.png").unlink()
-    assert "dog cannot be read (Permission denied): check the path and its permissions" in message(folder, num_labels=3)
+    with before("os.scandir", forbid):
+        assert "dog cannot be read (Permission denied): check the path and its permis" in message(folder, num_labels=3)
 
 
 def test_all_empty_classes_are_named_at_once(folder):

@@ -62,12 +62,13 @@ def test_marks_that_do_not_enclose_cells_stay(tmp_path, texts):
     assert read(tmp_path / "rows.tsv", "\n".join(lines) + "\n", "\t") == rows
 
 
-def test_one_cell_far_behind_the_beginning_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "SAMPLE", 100)
-    rows = [["plain", "a"]] * 100
+def test_one_cell_far_behind_the_beginning_decides(tmp_path):
+    text = "plain " * 20_000
+    rows = [[text, "a"]] * 10
+    assert len(rows) * len(text) > tables.SAMPLE
     for last in (['a "quoted" one', "b"], ["two\nlines", "b"], ["two\tcells", "b"]):
         assert read(tmp_path / "rows.tsv", written([*rows, last], delimiter="\t"), "\t") == [*rows, last]
-    plain = "text\tlabel\n" + "plain\ta\n" * 100 + '"the end\tb\n'
+    plain = "text\tlabel\n" + f"{text}\ta\n" * 10 + '"the end\tb\n'
     assert read(tmp_path / "rows.tsv", plain, "\t")[-1] == ['"the end', "b"]
 
 
@@ -113,13 +114,12 @@ def test_a_row_that_does_not_fit_is_named(tmp_path, content, message):
 
 @pytest.mark.parametrize("block", [3, 4, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"])
-def test_each_end_of_a_line_is_the_same(tmp_path, monkeypatch, block, end):
-    monkeypatch.setattr(tables, "BLOCK", block)
+def test_each_end_of_a_line_is_the_same(tmp_path, block, end):
     path = tmp_path / "file"
     path.write_bytes(f"\ufeffone{end}ü{end}three".encode())
-    assert list(tables.read_lines(str(path))) == [(1, "one\n"), (2, "ü\n"), (3, "three")]
+    assert list(tables.read_lines(str(path), block)) == [(1, "one\n"), (2, "ü\n"), (3, "three")]
     path.write_bytes(f"one{end}".encode())
-    assert list(tables.read_lines(str(path))) == [(1, "one\n")]
+    assert list(tables.read_lines(str(path), block)) == [(1, "one\n")]
 
 
 def test_mixed_ends_of_lines(tmp_path):
@@ -129,25 +129,23 @@ def test_mixed_ends_of_lines(tmp_path):
 
 
 @pytest.mark.parametrize("block", [4, 1 << 20])
-def test_a_fault_behind_such_ends_is_at_its_line_and_byte(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(tables, "BLOCK", block)
+def test_a_fault_behind_such_ends_is_at_its_line_and_byte(tmp_path, block):
     path = tmp_path / "file"
     path.write_bytes(b"one\r\ntwo\r\n\xff\n")
-    lines = tables.read_lines(str(path))
+    lines = tables.read_lines(str(path), block)
     assert [next(lines), next(lines)] == [(1, "one\n"), (2, "two\n")]
     with pytest.raises(UsageError, match="file:3: not UTF-8 at byte offset 10"):
         next(lines)
 
 
-def test_a_line_may_be_as_long_as_is_allowed_and_no_longer(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_LINE", 20)
+def test_a_line_may_be_as_long_as_is_allowed_and_no_longer(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"short\n" * 9 + b"b" * 20 + b"\n" + b"c" * 20)
-    assert len(list(tables.read_lines(str(path)))) == 11
+    assert len(list(tables.read_lines(str(path), max_line=20))) == 11
     for end in (b"", b"\n"):
         path.write_bytes(b"short\n" * 9 + b"b" * 21 + end)
         with pytest.raises(UsageError, match="file:10: a line of more than 20 bytes"):
-            list(tables.read_lines(str(path)))
+            list(tables.read_lines(str(path), max_line=20))
 
 
 def test_a_space_before_a_text_is_its_own_unless_all_cells_have_one(tmp_path):

@@ -92,8 +92,12 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
 
 
-def read_lines(file: str) -> Iterator[tuple[int, str]]:
+def read_lines(file: str, block_size: int = BLOCK, max_line: int = MAX_LINE) -> Iterator[tuple[int, str]]:
     r"""Read lines with their numbers, from 1; each end of a line (\n, \r\n, \r) becomes \n, a byte order mark is dropped.
+
+    Args:
+        block_size: bytes that are read at once.
+        max_line: bytes of a line, at most.
 
     Raises:
         UsageError: a line that is not UTF-8, or too long.
@@ -102,16 +106,16 @@ def read_lines(file: str) -> Iterator[tuple[int, str]]:
         number, offset, rest = 1, 0, b""
         is_end = False
         while not is_end:
-            block = stream.read(max(min(BLOCK, MAX_LINE), len(rest)))
+            block = stream.read(max(min(block_size, max_line), len(rest)))
             is_end, data = not block, rest + block
             if not offset and not rest and (encoding := _find_encoding(data)):
                 raise UsageError(f"{file}: {encoding}, must be UTF-8. Convert it: iconv -f {encoding} -t UTF-8")
             end = len(data) if is_end else len(data.rstrip(b"\r"))  # the \n of the last \r may follow
             end = end if is_end else max(data.rfind(b"\n", 0, end), data.rfind(b"\r", 0, end)) + 1
             lines, rest = _unify_ends(data[:end]), data[end:]
-            if (is_first := lines.find(b"\n") > MAX_LINE) or len(rest) > MAX_LINE:
+            if (is_first := lines.find(b"\n") > max_line) or len(rest) > max_line:
                 number += 0 if is_first else lines.count(b"\n")
-                raise UsageError(f"{file}:{number}: a line of more than {MAX_LINE:,} bytes. Cut it into several.")
+                raise UsageError(f"{file}:{number}: a line of more than {max_line:,} bytes. Cut it into several.")
             try:
                 text = lines.decode()
             except UnicodeDecodeError as error:

@@ -1,6 +1,8 @@
-"""Watches or changes what a model computes, whoever makes the model, by torch's own hooks."""
+"""Watches or changes what a model computes, by torch's own hooks, and what a program asks of the system, by Python's."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +27,36 @@ def call_after_forward(module_class: type[nn.Module], act: Callable[..., Any]) -
         yield
     finally:
         handle.remove()
+
+
+_ACTS: list[tuple[str, Callable[..., Any]]] = []
+"""What is done before events of Python's audit, which keeps its hooks for ever."""
+
+
+def _act(event: str, arguments: tuple) -> None:
+    for name, act in _ACTS:
+        if name == event:
+            act(*arguments)
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_act)
+
+
+@contextlib.contextmanager
+def before(event: str, act: Callable[..., Any]) -> Iterator[None]:
+    """Call act(*arguments) before each event of Python's audit, in any thread; what it raises, the operation raises.
+
+    Args:
+        event: as os.rename, shutil.rmtree or open; Python's table of audit events has the arguments of each.
+    """
+    _listen()
+    _ACTS.append((event, act))
+    try:
+        yield
+    finally:
+        _ACTS.remove((event, act))
 
 
 class Watch(TorchFunctionMode):
