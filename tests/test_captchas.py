@@ -432,7 +432,9 @@ def test_what_killed_jobs_left_goes_after_a_day(cache):
 def find_children(pid: int) -> list[int]:
     """Find the processes that a process has started, and that have not ended."""
     statuses = {path: path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc").glob("[0-9]*/stat")}
-    return [int(path.parent.name) for path, (state, parent, *_) in statuses.items() if parent == str(pid) != state != "Z"]
+    return [
+        int(path.parent.name) for path, (state, parent, *_) in statuses.items() if parent == str(pid) != state != "Z"
+    ]
 
 
 def test_a_worker_that_is_killed_is_one_message(cache):
