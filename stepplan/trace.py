@@ -9,6 +9,7 @@ allocates differently. Never counted: the CUDA context, workspaces of cuBLAS and
 inside itself, fragmentation, the allocator's rounding to 512 bytes.
 """
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
@@ -353,8 +354,9 @@ def trace_config(
     gradient_checkpointing: bool = False,
     attn_implementation: str = "sdpa",
     optimizer: str = "adamw",
+    device: str = "cuda",
 ) -> Trace:
-    """Trace a step of any transformers model on a GPU, from its config alone: the model's own loss, a fused optimizer.
+    """Trace a step of any transformers model from its config alone: the model's own loss, a fused optimizer.
 
     Weights are never loaded and no code of a repository is run. Parameters are float32. Samples have no padding, and hold
     one document. The model's output is not kept beyond its loss: a loop that keeps it holds the logits, too.
@@ -368,6 +370,7 @@ def trace_config(
         gradient_checkpointing: recompute the activations of each layer in the backward.
         attn_implementation: sdpa, where the model has it, or eager.
         optimizer: adamw, or sgd with momentum.
+        device: cuda or cpu, as which memory is allocated.
 
     Raises:
         UsageError: the config cannot be read, its model is unknown, length is beyond its positions, or its forward needs
@@ -407,7 +410,7 @@ def trace_config(
             ) from None
 
     with (
-        imitate_cuda(),
+        imitate_cuda() if device == "cuda" else contextlib.nullcontext(),
         torch_tracing.silence_log(),
         transformers_models.assume_single_document(),
         transformers_models.trace_experts(),

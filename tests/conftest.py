@@ -36,8 +36,10 @@ from blank import draw_nothing
 from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
 from forked import AUDITED, Server
 from hooks import call_after_forward
+from varlen import reference_varlen
 
 from samestep import interrupt
+from samestep.data import ragged
 from samestep.models import cpu_matmul as products
 from samestep.recipe.extras import EXTRAS
 from samestep.training import capacity
@@ -160,6 +162,20 @@ def after_forward():
     """Act behind each forward of a class of modules: after_forward(module_class, act); see `hooks.call_after_forward`."""
     with contextlib.ExitStack() as stack:
         yield lambda module_class, act: stack.enter_context(call_after_forward(module_class, act))
+
+
+@pytest.fixture
+def tables_cost_nothing(monkeypatch):
+    """Let short samples have several tables, too."""
+    monkeypatch.setattr(ragged, "TABLE_COST", 0)
+
+
+@pytest.fixture
+def varlen_on_cpus(monkeypatch):
+    """Compute on a CPU what torch's kernel for samples of any length computes on GPUs."""
+    from samestep.models import attention  # here: it imports transformers' models
+
+    monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
-from varlen import reference_varlen
 
-from samestep.data import ragged
-from samestep.data.ragged import make_micro_batch, make_rows, split_by_length
+from samestep.data.ragged import Rows, make_micro_batch, make_rows
 from samestep.models import attention
 from samestep.models.attention import last_hidden_at
 from samestep.models.text_classification import ClassificationSums
@@ -20,13 +18,8 @@ CASES = {
     "one": [7],
     "many": [16] * 3 + [15] * 6 + [9] * 11 + [3, 3, 2],  # more of everything than is needed: sizes are rounded
 }
+pytestmark = pytest.mark.usefixtures("tables_cost_nothing")
 TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
-
-
-@pytest.fixture(autouse=True)
-def tables_cost_nothing(monkeypatch):
-    """Let short samples have several tables, too."""
-    monkeypatch.setattr(ragged, "TABLE_COST", 0)
 
 
 def build(kernel: str | None = None, **changes) -> BertForSequenceClassification:
@@ -84,8 +77,7 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
 @pytest.mark.parametrize("case", ["ragged", "equal", "many"])
 @pytest.mark.parametrize("queries", ["first", "some", "uneven", "all"])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_queries_are_those_of_each_sample_alone(kernel, queries, case, monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
+def test_queries_are_those_of_each_sample_alone(kernel, queries, case, varlen_on_cpus):
     tokens, kinds, places, micro_batch = make_samples(CASES[case], queries)
     ours, theirs = build(kernel).bert, build().bert
     hidden = last_hidden_at(ours, **micro_batch)
@@ -124,9 +116,7 @@ def test_dropout_is_at_work_in_training_only(kernel):
 def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
     *_, micro_batch = make_samples(CASES[case], "first")
     token_tables, query_tables = (
-        attention.make_tables(
-            [ragged.Rows(*(micro_batch[prefix + name] for name in ("ends", "source", "place")), mask)], 1
-        )
+        attention.make_tables([Rows(*(micro_batch[prefix + name] for name in ("ends", "source", "place")), mask)], 1)
         for prefix, mask in (("", micro_batch["is_token"]), ("query_", None))
     )
     model = build("eager", attention_probs_dropout_prob=0.5).train()
@@ -165,19 +155,3 @@ def test_tables_have_few_sizes():
     assert rows.is_token.sum((1, 2, 3)).tolist() == [17] * 8 + [1, 1]
     sizes = {make_rows(np.full(number, length)).source.shape for number in range(1, 33) for length in range(64, 129)}
     assert len(sizes) == 16 * 9
-
-
-def test_samples_of_like_length_share_a_table(monkeypatch):
-    monkeypatch.setattr(ragged, "TABLE_COST", 8192)
-    parts = [part.tolist() for part in split_by_length(np.array([128, 120, 60, 60, 60, 60, 30, 30, 30, 29, 3]))]
-    assert parts == [[128, 120], [60, 60, 60, 60], [30, 30, 30, 29, 3]]
-    for lengths in ([5], [5, 4, 3], [90] * 50):
-        assert [part.tolist() for part in split_by_length(np.array(lengths))] == [lengths]
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        lengths = np.sort(rng.integers(1, 512, size=rng.integers(1, 100)))[::-1]
-        parts = split_by_length(lengths)
-        assert 1 <= len(parts) <= ragged.MAX_TABLES
-        assert np.concatenate(parts).tolist() == lengths.tolist()
-        unit = 1 << max(0, len(lengths).bit_length() - 4)
-        assert not any(len(part) % unit for part in parts[:-1]), "tables have few sizes"

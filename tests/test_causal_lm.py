@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from wide import Wide
 
 from samestep._internals.torch_tracing import FakeTensorMode
-from samestep.data import ragged
 from samestep.errors import UsageError
 from samestep.models import adapters, packing, quantization, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
@@ -69,12 +68,7 @@ PADDED = {
 LEAKS_ALONE = ("gpt_oss", "opt", "falcon", "mamba2", "qwen3_next", "bloom", "lfm2")
 """Architectures that leak with transformers' own kernels, position_ids restarting, as they were found to do."""
 LENGTHS = (7, 1, 12, 3, 12, 5)
-
-
-@pytest.fixture(autouse=True)
-def tables_cost_nothing(monkeypatch):
-    """Let short sequences have several tables, too."""
-    monkeypatch.setattr(ragged, "TABLE_COST", 0)
+pytestmark = pytest.mark.usefixtures("tables_cost_nothing")
 
 
 def make_model(architecture: str, **changes) -> nn.Module:

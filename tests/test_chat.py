@@ -177,8 +177,9 @@ def test_an_adapter_without_its_base_is_one_clear_line(results, tmp_path):
     assert chat([str(tmp_path), "--once", "Say 2."]) == 0, "beside it"
 
 
-@pytest.mark.parametrize("stdin", [None, io.StringIO("")])
-def test_a_chat_without_a_question_is_one_clear_line(results, monkeypatch, stdin):
-    monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(UsageError, match=r"stdin is .* --once"):
+def test_a_chat_without_a_question_is_one_clear_line(results, ask):
+    with pytest.raises(UsageError, match=r"stdin is empty.* --once"):
+        ask(results / "whole")
+    sys.stdin.close()
+    with pytest.raises(UsageError, match=r"stdin is closed.* --once"):
         chat([str(results / "whole")])

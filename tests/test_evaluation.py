@@ -1,7 +1,6 @@
 """Evaluations: the same to the bit for any number of processes."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ RUNS = {
     3: {
         "pretrain_gpt2/documents": " --packing false --train_file CORPUS/short.jsonl",
         "finetune_classifier/texts": "",
+        "finetune_causal_lm/chats": "",
         "train_image_classifier/batch": " --normalization batch --per_device_eval_batch_size 30",
     },
 }
@@ -71,38 +71,24 @@ def test_preferences_have_an_accuracy_and_a_mean_margin_over_pairs():
     )
 
 
-@pytest.mark.parametrize("num_processes", [1, 3])
-def test_sources_are_evaluated_apart_and_together(num_processes):
-    """Of each source, and of all, what one forward of their samples gives; every process computes a share of the forwards."""
+def test_sources_are_evaluated_apart_and_together():
+    """Of each source, and of all, what one forward of their samples gives."""
     fresh_accelerator()
     model, pairs = Model(torch.float64), Pairs()
     numbers = np.arange(len(pairs)) ** 2 % 3 % 2  # of each sample its source: a third of them are of the first
     pairs.source_names, pairs.source_numbers = ("first", "second"), numbers
     recipe = SimpleNamespace(seed=0, objective="orpo")
-    parts = []
     accelerator = create_accelerator()
-    with mock.patch.object(evaluation, "_add_up", lambda _, rows, groups: parts.append((rows, groups)) or evaluated):
-        evaluated = torch.zeros(3, 2), torch.zeros(2, 3, 2)
-        for rank in range(num_processes):
-            share = SimpleNamespace(process_index=rank, num_processes=num_processes, device=accelerator.device)
-            with mock.patch.object(evaluation, "gather_object", lambda shards: shards * 1):
-                ids = [np.flatnonzero(numbers == number) for number in (0, 1)]
-                evaluation._evaluate(model, evaluation._Share(share, pairs, 0, 4, ids), has_logits=True)
-    rows, groups = [row for rows, _ in parts for row in rows], parts[0][1]
-    assert all(groups == other for _, other in parts)
-    totals, by_source = evaluation._add_up(accelerator, rows, groups)
+    whole, sources = evaluation.evaluate_by_source(accelerator, model, pairs, recipe, 4)
+    totals, by_source = whole.totals, [sources[name].totals for name in pairs.source_names]
     for got, ids in ((totals, range(len(pairs))), *((by_source[n], np.flatnonzero(numbers == n)) for n in (0, 1))):
         micro_batch = pairs.collate([pairs.draw(0, int(number)) for number in ids])
         counts = micro_batch.pop("counts")
         sums, true = model.eval()(**micro_batch)
         assert got[0].tolist() == pytest.approx(sums.tolist(), rel=1e-12)
         assert got[2].tolist() == counts.tolist()
-    if num_processes == 1:
-        whole, sources = evaluation.evaluate_by_source(accelerator, model, pairs, recipe, 4)
-        assert torch.equal(whole.totals, totals)
-        assert torch.equal(sources["second"].totals, by_source[1])
-        assert sources["second"].scores["margin"] == pytest.approx(true.mean().item(), rel=1e-12)
-        pairs.source_names, pairs.source_numbers = ("only",), numbers * 0
-        whole, sources = evaluation.evaluate_by_source(accelerator, model, pairs, recipe, 4)
-        assert sources == {}
-        assert torch.equal(whole.totals, evaluate_logits(accelerator, model, pairs, 0, 4)[0])
+    assert sources["second"].scores["margin"] == pytest.approx(true.mean().item(), rel=1e-12)
+    pairs.source_names, pairs.source_numbers = ("only",), numbers * 0
+    whole, sources = evaluation.evaluate_by_source(accelerator, model, pairs, recipe, 4)
+    assert sources == {}
+    assert torch.equal(whole.totals, evaluate_logits(accelerator, model, pairs, 0, 4)[0])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import accelerate.optimizer
+import accelerate.utils
 import datasets
 import pytest
 import torch
@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from common import fresh_accelerator
-from hooks import Watch
+from forks import call_in_fork
+from hooks import Watch, list_calls
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -68,20 +69,24 @@ def test_a_package_is_loaded_when_it_is_used(monkeypatch, tmp_path):
     (tmp_path / "slow_package" / "part.py").write_text("other = 8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("LOADED", "no")
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
-    late_imports.load_when_used("slow_package")
-    late_imports.load_when_used("no_such_package")
-    assert "no_such_package" not in sys.modules
-    import slow_package
 
-    assert inspect.getmodule(slow_package.__spec__.loader.exec_module) is not slow_package, "which looks at all modules"
-    assert os.environ["LOADED"] == "no"
-    from slow_package import part
+    def load() -> None:
+        late_imports.load_when_used("slow_package")
+        late_imports.load_when_used("no_such_package")
+        assert "no_such_package" not in sys.modules
+        import slow_package
 
-    assert os.environ["LOADED"] == "yes"
-    assert (slow_package.value, part.other) == (7, 8)
-    late_imports.load_when_used("slow_package")
-    assert sys.modules["slow_package"] is slow_package, "it was loaded already"
+        found = inspect.getmodule(slow_package.__spec__.loader.exec_module)
+        assert found is not slow_package, "which looks at all modules"
+        assert os.environ["LOADED"] == "no"
+        from slow_package import part
+
+        assert os.environ["LOADED"] == "yes"
+        assert (slow_package.value, part.other) == (7, 8)
+        late_imports.load_when_used("slow_package")
+        assert sys.modules["slow_package"] is slow_package, "it was loaded already"
+
+    assert call_in_fork(load) == (0, "")
 
 
 def test_a_package_that_cannot_be_loaded_is_not_there_afterwards(monkeypatch, tmp_path):
@@ -124,9 +129,8 @@ def test_malloc_keeps_freed_memory():
     assert measured[0] < measured[1] / 10
 
 
-def test_another_libc_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(libc.ctypes, "CDLL", lambda name: object())
-    assert not libc.stop_malloc_returning_memory()
+def test_another_libc_is_left_as_it_is():
+    assert not libc.stop_malloc_returning_memory(object())
 
 
 # ---------------------------------------------------------------------------------------------------- torch.distributed
@@ -463,16 +467,14 @@ def test_a_step_begins_whatever_k_was_before():
     assert flags == [False, False, True, False, False, True]
 
 
-def test_lomo_is_searched_for_once(monkeypatch):
-    searched = []
-    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", None)
-    monkeypatch.setattr(accelerate_state, "is_lomo_available", lambda: searched.append(1) or False)
-    accelerate_state.search_for_lomo_once()
+def test_lomo_is_searched_for_once():
     with separate_accelerator() as accelerator:
+        accelerate_state.search_for_lomo_once()
         optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters()))
-        for _ in range(3):
-            optimizer.step()
-    assert searched == [1]
+        with list_calls(accelerate.utils.is_lomo_available) as calls:
+            for _ in range(3):
+                optimizer.step()
+    assert len(calls) <= 1
 
 
 def test_cpus_are_told_to_shard():
@@ -572,19 +574,13 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("dataset", [list(range(4)), Stream()], ids=["map", "iterable"])
-def test_batches_come_by_a_fetch_of_indices(monkeypatch, dataset):
-    calls = []
-    for kind in of_audit.FETCHERS:
-        fetch = kind.fetch
-        monkeypatch.setattr(kind, "fetch", lambda self, index, fetch=fetch: calls.append("fetch") or fetch(self, index))
-    for name in ("_next_index", "__next__"):
-        method = getattr(of_audit.LoaderIterator, name)
-        replaced = lambda self, method=method, name=name: calls.append(name) or method(self)  # noqa: E731
-        monkeypatch.setattr(of_audit.LoaderIterator, name, replaced)
+def test_batches_come_by_a_fetch_of_indices(dataset):
     iterator = iter(DataLoader(dataset, batch_size=2))
     assert isinstance(iterator, of_audit.LoaderIterator)
-    assert next(iterator).tolist() == [0, 1]
-    assert calls == ["__next__", "_next_index", "fetch"]
+    methods = [of_audit.LoaderIterator.__next__, of_audit.LoaderIterator._next_index]
+    with list_calls(*methods, *(kind.fetch for kind in of_audit.FETCHERS)) as calls:
+        assert next(iterator).tolist() == [0, 1]
+    assert [name for name, _ in calls] == ["__next__", "_next_index", "fetch"]
     assert of_audit.get_dataset(iterator) is dataset
 
 

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from common import ROOT, fresh_accelerator, launch_environment
 from compare import check
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
-from varlen import reference_varlen
 
 from samestep.data import sentence_pairs, token_blocks
 from samestep.data.ragged import make_rows, make_tables
 from samestep.errors import UsageError
-from samestep.models import attention, causal_lm_pretraining, modernbert_pretraining
+from samestep.models import causal_lm_pretraining, modernbert_pretraining
 from samestep.models.attention import KERNELS, PREFIX
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
@@ -80,7 +79,7 @@ def test_every_cut_in_space_is_the_same_step(train_modern, trainings, corpus, tm
             check(tmp_path / config / workload, whole, "float64")
 
 
-def test_a_row_of_modernbert_is_its_samples_alone(corpus, monkeypatch):
+def test_a_row_of_modernbert_is_its_samples_alone(corpus, varlen_on_cpus):
     """Of every kernel, in layers that see all and in layers with a window. Transformers rotates in float32."""
     recipe = parse("bert", corpus, "--short_seq_probability 0.7")
     source, _ = sentence_pairs.build(recipe)
@@ -91,7 +90,6 @@ def test_a_row_of_modernbert_is_its_samples_alone(corpus, monkeypatch):
     batch = source.collate(samples)
     batch.pop("counts")
     gradients = {}
-    monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
     for kernel in KERNELS:
         model.bert.set_attn_implementation(PREFIX + kernel)
         model.zero_grad()

@@ -398,10 +398,13 @@ def test_nothing_escapes(tmp_path, checkout, monkeypatch, capsys):
             check(command, monkeypatch, capsys, None)
     (command,) = split(launch, "a")
     check(command, monkeypatch, capsys, None)
-    document = ROOT / "docs" / "nosuch.md"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "```zsh\nls\n```\n")
+
+    class Document(type(ROOT)):
+        def read_text(self, **_) -> str:
+            return "```zsh\nls\n```\n"
+
     with pytest.raises(ValueError, match=r"docs/nosuch\.md:1: a block of zsh"):
-        list(in_markdown(document))
+        list(in_markdown(Document(ROOT / "docs" / "nosuch.md")))
     assert ROOT / "README.md" in documents()
 
 

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from cases import thorough
 from common import ROOT, fresh_accelerator, load_benchmark, tasks_of, tiny_argv
+from forks import call_in_fork
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -164,11 +165,15 @@ def test_processes_share_a_gpu(monkeypatch):
         environment = tasks.make_environment(2, "bf16", is_sharded=False, on_gpu=on_gpu)
         assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
         assert bool(tasks.NO_GPU.keys() & environment.keys()) == (not on_gpu)
-    monkeypatch.setattr(launch, "InitProcessGroupKwargs", launch.InitProcessGroupKwargs)  # put back after the test
     monkeypatch.setenv("LOCAL_RANK", "1")
-    tasks.share_device()
-    assert os.environ["LOCAL_RANK"] == "0"
-    assert launch.InitProcessGroupKwargs(init_method=None).to_kwargs()["backend"] == "gloo"
+
+    def share() -> int:
+        tasks.share_device()
+        backend = launch.InitProcessGroupKwargs(init_method=None).to_kwargs()["backend"]
+        print(os.environ["LOCAL_RANK"], backend, file=sys.stderr, flush=True)
+        return 0
+
+    assert call_in_fork(share) == (0, "0 gloo\n")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from cases import thorough
 from common import ROOT, all_metrics, launch_environment, metrics, model_of, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
 from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
-from hooks import StepCount
+from hooks import StepCount, before
 from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import RunError
-from samestep.training import capacity, checkpoint, micro_batch_size, recovery
+from samestep.training import capacity, checkpoint, recovery
 
 
 def events(output_dir) -> list[dict]:
@@ -71,9 +73,10 @@ def test_memory_that_runs_out_again_and_again(train):
     assert relative(parameters(shrinking, ""), parameters(plain, "")) < 1e-12
 
 
-def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts, monkeypatch):
+def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, after_forward, monkeypatch):
     """Its activations must not be in the way of the zeros that a process that failed reduces with the others."""
-    forward, agree, failed = model_of("pretrain_bert").forward, recovery.Recovery.agree, []
+    train("before", "--global_batch_size 8")  # after which it is known how many samples fit
+    agree, failed, contexts = recovery.Recovery.agree, [], []
     saved = weakref.WeakSet()
 
     def fail(*_):
@@ -86,24 +89,29 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
             self.tensor = tensor.detach()  # which does not know the graph, so that there is no cycle
             saved.add(self)
 
-    def breaking(self, *arguments, **keywords):
-        if not torch.is_grad_enabled() or saved or failed:
-            return forward(self, *arguments, **keywords)
-        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda packed: packed.tensor):
-            sums, correct = forward(self, *arguments, **keywords)
-        assert len(saved) > 10
-        sums.register_hook(fail)
-        return sums, correct
+    def begin(model, _):
+        if isinstance(model, model_of("pretrain_bert")) and torch.is_grad_enabled() and not saved and not failed:
+            contexts.append(torch.autograd.graph.saved_tensors_hooks(Saved, lambda packed: packed.tensor))
+            contexts[-1].__enter__()
+
+    def end(model, outputs, **_):
+        if contexts:
+            contexts.pop().__exit__()
+            assert len(saved) > 10
+            outputs[0].register_hook(fail)
 
     def note(self, has_failed, *more):
         if has_failed:
             failed.append(len(saved))
         return agree(self, has_failed, *more)
 
-    monkeypatch.setattr(model_of("pretrain_bert"), "forward", breaking)
+    after_forward(model_of("pretrain_bert"), end)
     monkeypatch.setattr(recovery.Recovery, "agree", note)
-    monkeypatch.setattr(micro_batch_size, "_try", lambda *_: True)
-    train("run", "--global_batch_size 8")
+    handle = register_module_forward_pre_hook(begin)
+    try:
+        train("run", "--global_batch_size 8")
+    finally:
+        handle.remove()
     assert failed == [0]
 
 
@@ -191,15 +199,15 @@ def test_a_gradient_that_is_not_finite_stops_the_run_as_it_was(train, broken_gra
     assert whole != run
 
 
-def test_a_state_that_is_saved_already_is_not_written_again(train, broken_gradient, monkeypatch):
-    written, original = [], checkpoint.safetensors.torch.save_file
-    monkeypatch.setattr(
-        checkpoint.safetensors.torch, "save_file", lambda *args: (written.append(args[1]), original(*args))
-    )
+def test_a_state_that_is_saved_already_is_not_written_again(train, broken_gradient):
+    made = []
     broken_gradient("pretrain_bert", float("nan"))
-    with pytest.raises(RunError, match="those after step 3, and saved"):
+    with (
+        before("os.rename", lambda _, to, *__: made.append(Path(to).name)),
+        pytest.raises(RunError, match="those after step 3, and saved"),
+    ):
         train("run", "--global_batch_size 9 --per_device_train_batch_size 4 --checkpointing_steps 3")
-    assert [path.split("/")[-1] for path in written] == ["model.safetensors", "optimizer.safetensors"]
+    assert [name for name in made if "checkpoint" in name] == ["checkpoint-3"]
 
 
 def test_such_steps_are_left_out_and_counted(train, broken_gradient, real_figures):

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
+from accelerate import PartialState
 from chat_bases import EXPERTS, save_base, write_chats
-from common import PLANNED, ROOT
+from common import PLANNED, ROOT, fresh_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from samestep.errors import UsageError
@@ -82,7 +83,8 @@ class _Cpu:
 @pytest.fixture
 def free(monkeypatch):
     """Give the machine so many free bytes."""
-    monkeypatch.setattr(host_memory, "broadcast_object_list", lambda values: values)
+    fresh_accelerator()
+    PartialState(cpu=True)
     return lambda size: monkeypatch.setattr(host_memory, "read_free_bytes", lambda: size)
 
 

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
-from common import ROOT, tiny_argv
+from common import ROOT, fresh_accelerator, model_of, tiny_argv
 from forks import call_in_fork
+from hooks import StepCount
 
 from samestep import errors, interrupt
 from samestep.errors import LostProcessError, UsageError, exit_code
@@ -59,16 +60,9 @@ def test_keys_of_a_generation_only_where_the_store_is_kept(monkeypatch, keeps_st
     """Agents on several machines count restarts differently: where each generation has a store, the count must not matter."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", keeps_store)
-    found = []
-
-    def note(**settings):
-        found.append(settings["init_method"])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "InitProcessGroupKwargs", note)
-    with pytest.raises(KeyboardInterrupt):
-        launch.create_accelerator()
-    assert found == ["generation2://" if has_own_keys else None]
+    fresh_accelerator()
+    accelerator = launch.create_accelerator()
+    assert accelerator.init_handler.init_method == ("generation2://" if has_own_keys else None)
     assert InitProcessGroupKwargs().init_method is None, "which is env://"
 
 
@@ -157,7 +151,6 @@ def test_the_folder_is_taken_from_a_frozen_generation_of_the_same_launch(restart
     waits = []
     clock = types.SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
     monkeypatch.setattr(output_folder, "time", clock)
-    monkeypatch.setattr(output_folder, "_locks", {})
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
@@ -175,16 +168,14 @@ def test_the_folder_is_taken_from_a_frozen_generation_of_the_same_launch(restart
         assert "was taken by another process" in holder.stdout.readline()
 
 
-def test_who_has_lost_the_folder_writes_no_more(train, monkeypatch, tmp_path):
+def test_who_has_lost_the_folder_writes_no_more(train, after_forward, tmp_path):
     """A line of steps that another process computes by now would be there twice."""
-    append = output_folder.OutputFolder.append
 
-    def steal(self, name, records, is_writer):
-        if records and records[0].get("step") == 5:
-            (self.output_dir / ".lock").unlink()
-        append(self, name, records, is_writer)
+    def steal(*_, **__):
+        if done.value == 4:
+            (tmp_path / "run" / ".lock").unlink(missing_ok=True)
 
-    monkeypatch.setattr(output_folder.OutputFolder, "append", steal)
-    with pytest.raises(LostProcessError, match="was taken by another process"):
+    after_forward(model_of("pretrain_bert"), steal)
+    with StepCount() as done, pytest.raises(LostProcessError, match="was taken by another process"):
         train("run", "--global_batch_size 8 --logging_steps 1")
     assert '"step": 5' not in (tmp_path / "run" / "metrics.jsonl").read_text()

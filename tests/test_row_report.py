@@ -1,6 +1,8 @@
 """What is said of rows that are not used, or not whole."""
 
 import json
+import subprocess
+import sys
 
 import datasets
 import pytest
@@ -8,7 +10,6 @@ import pytest
 from samestep.data import row_report
 from samestep.data.row_report import Problem, RowReport
 from samestep.errors import UsageError
-from samestep.recipe.other_names import rename_old_flags
 
 EMPTY = [Problem(f"a.csv:{line}", "text is empty: fill it in") for line in (3, 5, 8, 9)]
 ROLE = [Problem("b.csv:2", "turn 1: role is 'bot': rename it"), Problem("b.csv:7", "turn 30: role is 'x': rename it")]
@@ -62,9 +63,11 @@ def test_problems_and_unused_columns_of_a_table():
     assert row_report.count_unused(rows.select([1])) == {}
 
 
-def test_old_flags_are_read(capsys, monkeypatch):
-    monkeypatch.setattr("samestep.recipe.other_names._announced", set())
-    new = ["--on_bad_row", "refuse", "--seed", "stop"]
-    assert rename_old_flags(["--on_bad_sample", "stop", "--seed", "stop"]) == new
-    assert rename_old_flags(["--on_bad_sample=skip"]) == ["--on_bad_row=skip"]
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_old_flags_are_read():
+    """And named once by a process."""
+    code = "from samestep.recipe.other_names import rename_old_flags as rename\n"
+    code += "print(rename(['--on_bad_sample', 'stop', '--seed', 'stop']), rename(['--on_bad_sample=skip']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['--on_bad_row', 'refuse', '--seed', 'stop'] ['--on_bad_row=skip']\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("--on_bad_sample is --on_bad_row now, and will go in 0.2")

@@ -27,12 +27,11 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def in_one_style(monkeypatch):
-    """Show progress as a run does, each change at once; other tests have tqdm as it was."""
-    for name in ("display", "clear", "__str__"):
-        monkeypatch.setattr(tqdm, name, getattr(tqdm, name))
+def in_one_style():
+    """Show progress as a run does, each change at once."""
+    library_output.show_progress_in_one_style(line_seconds=0)
+    yield
     library_output.show_progress_in_one_style()
-    monkeypatch.setattr(library_output, "LINE_SECONDS", 0)
 
 
 def show_progress(file: io.StringIO, num_steps: int = 3, **options) -> str:
@@ -57,8 +56,8 @@ def test_progress_in_a_file_is_lines(in_one_style):
     assert sum("3/3" in line for line in progress) == 1
 
 
-def test_progress_in_a_file_is_a_line_now_and_then(in_one_style, monkeypatch):
-    monkeypatch.setattr(library_output, "LINE_SECONDS", 1000)
+def test_progress_in_a_file_is_a_line_now_and_then(in_one_style):
+    library_output.show_progress_in_one_style(line_seconds=1000)
     lines = show_progress(io.StringIO()).splitlines()
     assert [line.partition(",")[0] for line in lines] == ["step 0", "step 1", "step 2", "Training: 3/3 steps"]
 

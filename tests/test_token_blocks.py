@@ -1,12 +1,14 @@
 """Documents to runs of tokens: every token predicted once, masks inside documents, any block at once."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from common import tiny_argv
 from datasets import Dataset
+from hooks import before
 
 from samestep.data import token_blocks
 from samestep.data.token_blocks import PackedBlocks, SeparateDocuments
@@ -214,10 +216,14 @@ def test_blocks_are_read_across_arrow_chunks(blocks):
     assert all(np.array_equal(parts.draw(0, i).tokens, whole.draw(0, i).tokens) for i in range(len(whole)))
 
 
-def test_it_is_tokenized_once(corpus, monkeypatch):
+def test_it_is_tokenized_once(corpus, tmp_path, use_cache):
+    use_cache(tmp_path)
     build(corpus, "--validation_split tail")
-    monkeypatch.setattr("samestep.data.token_blocks._tokenize", lambda *_, **__: pytest.fail("tokenized twice"))
-    build(corpus, "--validation_split tail")
+    written = []
+    with before("open", lambda path, mode, _: written.append(path) if str(mode)[0] in "wxa" else None):
+        build(corpus, "--validation_split tail")
+    assert [path for path in written if Path(str(path)).suffix == ".arrow"] == []
+    assert list(tmp_path.rglob("*.arrow"))
 
 
 def test_a_vocabulary_of_more_than_16_bits(blocks):

@@ -18,7 +18,6 @@ RECIPE = str(FOLDER / "curve.yaml")
 def script(monkeypatch):
     """Load the program; its task is registered while a test lasts."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(sys, "argv", ["train_curve.py"])
     sys.modules.pop("train_curve", None)
     import train_curve
 

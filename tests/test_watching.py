@@ -1,54 +1,53 @@
 """What a run tells those who watch it: the progress bar, its early end, its pictures, its trackers, its model card."""
 
+import contextlib
+import io
 import json
 import types
 from importlib.metadata import version
 
 import huggingface_hub
 import pytest
-import tqdm.std
+import torch
 import yaml
-from common import metrics
+from common import metrics, model_of
 from huggingface_hub import RepoUrl
 from transformers import AutoTokenizer, pipeline
 
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.training import card, plots, progress, report
-from samestep.training import run as running
+from samestep.training import card, plots, progress
 
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
-def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, monkeypatch, capsys):
-    printed, bars, times = [], [], [0.0]
-    start, evaluate, log_step = report.RunLog.start, running.evaluate, report.RunLog.step
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: sum(times), monotonic=lambda: 0.0))
-    monkeypatch.setattr(tqdm.std, "time", lambda: sum(times))
+def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, monkeypatch, after_forward):
+    times, printed = [0.0], io.StringIO()
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: sum(times)))
 
-    def note_start(log):
-        printed.append(capsys.readouterr())
-        start(log)
-        bars.append(log.progress.bar)
+    def pass_time(model, *_, **__):
+        times.append(1.0 if model.training else 100.0)
 
-    def slow(*arguments):
-        times.append(100.0)
-        return evaluate(*arguments)
+    after_forward(model_of("pretrain_bert"), pass_time)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        output_dir = train("run", SMALL + " --eval_steps 5")
+    headers, _, end = printed.getvalue().partition("Training: ")
+    assert "steps 0 to 10 of 10" in headers
+    assert end.startswith("10/10")
+    assert [line["seconds"] for line in metrics(output_dir)] == [2.0] * 10, "of two micro-batches, without evaluations"
 
-    def step(*arguments):
-        times.append(2.0)
-        log_step(*arguments)
 
-    monkeypatch.setattr(report.RunLog, "step", step)
-    monkeypatch.setattr(report.RunLog, "start", note_start)
-    monkeypatch.setattr(running, "evaluate", slow)
-    output_dir = train("run", SMALL + " --eval_steps 5")
-    (before,), (bar,) = printed, bars
-    assert "steps 0 to 10 of 10" in before.out
-    assert "step/s" not in before.err
-    assert "10/10" in capsys.readouterr().err
-    assert [line["seconds"] for line in metrics(output_dir)] == [2.0] * 10
-    assert bar.last_print_t - bar.start_t == 20.0, "three evaluations of 100 s are left out"
+def test_the_rate_of_the_bar_leaves_out_what_is_between_steps():
+    bar = progress.Progress(
+        load("bert_small_cpu"), types.SimpleNamespace(num_steps=10, spans=None), torch.device("cpu")
+    )
+    with contextlib.redirect_stderr(io.StringIO()):
+        bar.start(0, is_shown=True)
+        start = bar.bar.start_t
+        bar.clock -= 100.0  # as long ago is the last step
+        bar.restart_clock()
+        bar.close()
+    assert bar.bar.start_t - start >= 100.0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The output of other libraries between the lines of a run, and the progress of both: in one style, on a terminal in
 place, in a file in a line now and then."""
 
+import functools
 import logging
 import os
 import sys
@@ -50,27 +51,31 @@ def quiet_libraries() -> None:
         hub_logging.set_verbosity_error()
 
 
-def show_progress_in_one_style() -> None:
+def show_progress_in_one_style(line_seconds: float = LINE_SECONDS) -> None:
     """Let every bar of tqdm, whichever library draws it, say what, how much of it, and the time that is left.
+
+    Args:
+        line_seconds: see `LINE_SECONDS`.
 
     tqdm 4.70: a bar overwrites its line by a carriage return, ten times a second, also in a file, where all of it stays. Its
     style can be set for each bar only.
     """
-    tqdm.std.tqdm.display, tqdm.std.tqdm.clear, tqdm.std.tqdm.__str__ = _display, _clear, _write
+    display = functools.partialmethod(_display, line_seconds=line_seconds)
+    tqdm.std.tqdm.display, tqdm.std.tqdm.clear, tqdm.std.tqdm.__str__ = display, _clear, _write
 
 
 def _is_terminal(bar: tqdm.std.tqdm) -> bool:
     return bool(getattr(bar.fp, "isatty", lambda: False)())
 
 
-def _display(bar: tqdm.std.tqdm, msg: str | None = None, pos: int | None = None) -> bool | None:
+def _display(bar: tqdm.std.tqdm, msg: str | None = None, pos: int | None = None, *, line_seconds: float) -> bool | None:
     """Show a bar; in a file write a line if it is time for one, or if the bar is closed, whose end of line tqdm writes."""
     if _is_terminal(bar):
         return display_in_place(bar, msg, pos)
     now = time.monotonic()
     bar.line_time = getattr(bar, "line_time", now)
     is_between = bar.n > bar.initial and bar.n != bar.total  # the last line is written when the bar is closed
-    is_due = now - bar.line_time >= max(LINE_SECONDS, bar.format_dict["elapsed"] / 50)
+    is_due = now - bar.line_time >= max(line_seconds, bar.format_dict["elapsed"] / 50)
     if msg is None and (bar.disable or (is_between and is_due)):
         bar.line_time = now
         bar.fp.write(str(bar) + ("" if bar.disable else "\n"))

@@ -80,6 +80,24 @@ class Watch(TorchFunctionMode):
         )
 
 
+@contextlib.contextmanager
+def list_calls(*functions: Callable[..., Any]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """List the calls of functions of Python in this thread, by its own profiler: the name of each, and its arguments."""
+    codes = {function.__code__ for function in functions}
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            calls.append((frame.f_code.co_name, dict(frame.f_locals)))
+
+    earlier = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(earlier)
+
+
 class StepCount:
     """Counts the steps that all optimizers of this process have taken since it was made; a context manager."""
 
