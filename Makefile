@@ -71,7 +71,7 @@ test-fast: venv ## the tests that launch no processes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not distributed"
 
 test-core: venv ## the tests without stepplan/ and samestep/contrib/, which can be deleted; FLAGS="-x tests/test_run.py"
-	$(BIN)/python .ci/core.py $(IN_PARALLEL) $(FLAGS)
+	$(BIN)/python tests/without_rooms.py $(IN_PARALLEL) $(FLAGS)
 
 test-thorough: venv ## the cases that make test leaves out, as others of their kind are in it: minutes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m thorough

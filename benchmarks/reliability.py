@@ -41,7 +41,7 @@ from samestep.cut.order import Order
 from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.recipe import run_settings as run
-from samestep.recipe.run_files import TIMES
+from samestep.recipe.run_fields import TIMES
 from samestep.training import checkpoint
 
 STEPS, EVERY = 40, 3

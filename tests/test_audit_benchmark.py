@@ -64,7 +64,7 @@ def test_micro_batches_are_so_large_that_they_take_several_tables(results):
 )
 def test_the_kernels_are_those_that_auto_compares(benchmark, train, monkeypatch, program, precision):
     compared_names = []
-    monkeypatch.setattr(kernels, "choose", lambda *arguments: compared_names.append(list(arguments[-1])))
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *arguments: compared_names.append(list(arguments[-1])))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     train("run", "--max_train_steps 1 --global_batch_size 2", program=program)
     (name, *_) = (name for name, (script_program, *_) in benchmark.SCRIPTS.items() if script_program == program)

@@ -21,8 +21,7 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe import run_settings as run
 from samestep.recipe.catalog import load
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
-from samestep.training import generation
-from samestep.training import run as run_module
+from samestep.training import generation, starting
 from samestep.training.checkpoint import read
 
 PROGRAM = "finetune_causal_lm"
@@ -380,7 +379,7 @@ def test_a_run_that_goes_on_the_next_day_reads_the_same_date(finetune, tmp_path,
             return cls(2026, 3, 1 + is_later)
 
     is_later = False
-    monkeypatch.setattr(run_module.datetime, "date", Day)
+    monkeypatch.setattr(starting.datetime, "date", Day)
     rows = [{"instruction": f"first {number}", "output": "ok"} for number in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "clock.jinja").write_text("{{ strftime_now('%d %b') + '<|im_end|>' }}" + TEMPLATES["chatml"])

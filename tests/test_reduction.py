@@ -5,7 +5,7 @@ import importlib
 import sys
 
 import pytest
-from common import ROOT
+from common import ROOT, metrics
 
 from samestep.training.parts import Part
 from samestep.training.reduction import Reduction
@@ -87,3 +87,28 @@ def test_what_asks_stays_small(module, name):
     assert found.end_lineno - found.lineno < 300
     assert len({node.attr for node in stores if ast.unparse(node.value) == "self"}) <= 15
     assert len(begin.args.args) + len(begin.args.kwonlyargs) <= 9
+
+
+class Signs(Reduction):
+    """The signs of the whole step's gradient, in place of the gradient (Bernstein et al. 2018, arXiv 1802.04434)."""
+
+    def finish(self, attempt):
+        super().finish(attempt)
+        for parameter in attempt.recovery.model.parameters():
+            parameter.grad.sign_()
+
+
+@pytest.mark.parametrize("limit", ["none", "0.5"])
+def test_a_new_way_is_a_class_and_a_line_of_the_list(train, limit):
+    """As a maintainer adds one; clipping, log and checkpoint are those of every way."""
+    WAYS.insert(0, ("test_reduction:Signs", lambda recipe, settings: recipe.seed == 11))
+    try:
+        flags = f"--global_batch_size 6 --max_train_steps 2 --max_grad_norm {limit}"
+        folder = train("signs", f"{flags} --seed 11", program="pretrain_gpt2")
+        usual = train("usual", f"{flags} --seed 12", program="pretrain_gpt2")
+    finally:
+        del WAYS[0]
+    squares = [[line["grad_norm"] ** 2 for line in metrics(each)] for each in (folder, usual)]
+    assert all(number > 100 and abs(number - round(number)) < 1e-3 * number for number in squares[0])
+    assert max(squares[1]) < 100, "the list is asked for each run"
+    assert (folder / "checkpoint-2").is_dir()

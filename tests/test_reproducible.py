@@ -8,7 +8,7 @@ from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.exclusions import find_refusal
 from samestep.step.exact_sum import ExactSum
-from samestep.training import run as training_run
+from samestep.training.run_step import RunStep
 
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1 --attn_implementation eager"
 BATCH_NORM = " --normalization batch --exact_batch_norm"
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_other_bits_is_refused(train, tmp_path):
 
 def test_a_loop_that_scales_by_itself_is_refused(train, monkeypatch):
     scale = property(lambda step: step.num_micro_batches)
-    monkeypatch.setattr(training_run.Step, "loss_scale", scale)
+    monkeypatch.setattr(RunStep, "loss_scale", scale)
     with pytest.raises(UsageError, match=r"step\.loss_scale"):
         train("run", FLAGS)
 

@@ -50,7 +50,7 @@ def compute(item: str, is_tiny: bool) -> dict:
 
 def _hash(folder: Path) -> dict[str, str]:
     """Hash what a run wrote."""
-    from samestep.recipe.run_files import TIMES
+    from samestep.recipe.run_fields import TIMES
 
     times = ("seconds", *TIMES)
     curve = [{name: value for name, value in row.items() if name not in times} for row in tasks.read_curve(folder)]

@@ -1,6 +1,7 @@
 """The catalog of recipes: reads one by its name or from a file, with changes, and knows all tasks."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -160,7 +161,9 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
         raise UsageError(
             f"recipe {format_name(name_or_file)} extends itself through {' -> '.join(ancestors)}: remove one `extends`"
         )
-    values = {"name": path.stem} | read_yaml(path, f"recipe {format_name(path)}")
+    is_shipped = path.is_relative_to(CATALOG)  # such a recipe speaks for itself, and its file does not change
+    read = _read_shipped if is_shipped else read_yaml
+    values = {"name": path.stem} | read(path, f"recipe {format_name(path)}")
     for field, kind in VARIANTS.items():
         if isinstance(sentence := values.get(field), str):
             values[field] = _replace_sentence(kind, sentence, f"recipe {format_name(path)}: {field}")
@@ -174,8 +177,10 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
     if str(base).endswith((".yaml", ".yml")):
         base = path.parent / base
     base_values = _read(str(base), (*ancestors, name_or_file))
-    is_shipped = path.is_relative_to(CATALOG)  # such a recipe speaks for itself
     return overlay(base_values, values) if is_shipped else _change(base_values, values, str(base))
+
+
+_read_shipped = functools.cache(read_yaml)  # the bases are those of many recipes
 
 
 def _replace_sentence(kind: type[Variant], sentence: str, subject: str) -> Any:

@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What excludes what: facts for which `holds` is true are refused.
+    """A row of what excludes what: facts for which `holds` is true are refused.
 
     Attributes:
         holds: of `Facts`; what it returns is true, or not.
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 class Facts:
-    """What is known of a recipe, of the settings of its run, and of its launch: each fact by the name of its field.
+    """All that is known of a recipe, of the settings of its run, and of its launch: each fact by the name of its field.
 
     A rule is tested once, as soon as all is known that it asks for: when a recipe is read, when flags are, when both are
     known, or when the launch is. So with a launch only rules that ask for facts of the launch can be broken, with recipe and

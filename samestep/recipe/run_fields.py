@@ -1,4 +1,4 @@
-"""What each field of the files that a run leaves must be.
+"""Rules of the fields of the files that a run leaves.
 
 These files outlive the run. People edit them, disks fill up, other programs write lines of their own. So a value may be of any
 kind or size, and none is computed with before it was checked.
@@ -29,7 +29,7 @@ MAX_SIZES = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class FieldRule:
-    """What a value must be.
+    """A rule of what a value must be.
 
     Attributes:
         text: the rule in words, after "must be".

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HOME = Path(__file__).parent
-sys.path.insert(0, str(HOME))
+sys.path[:0] = [str(HOME), str(HOME.parents[1] / "benchmarks")]
 
 import arithmetic
 import moments
@@ -37,6 +37,7 @@ import systems
 import torch
 import training_claims
 import transformers
+from harness import format_results
 from report import PICTURES
 from verdicts import Experiment
 
@@ -101,7 +102,7 @@ def compute(experiment: Experiment, seed: int, folder: Path) -> dict[str, Any]:
     }
     path = file_of(experiment, seed, folder)
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    part.write_text(format_results(found) + "\n", encoding="utf-8")
     part.replace(path)
     return found
 

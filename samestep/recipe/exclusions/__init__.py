@@ -1,4 +1,4 @@
-"""What excludes what: fields that all recipes have, settings of a run, and its launch. A new rule is one row of a file here.
+"""Rules of what excludes what: fields that all recipes have, settings of a run, and its launch. A new one is one row here.
 
 Rows about fields of one task stand in the class of its recipes (`samestep.recipe.tasks`). docs/support.md is printed from both.
 """
@@ -9,7 +9,7 @@ from samestep.recipe.exclusions import algorithms, replicas, runs
 from samestep.recipe.rules import Facts, Refusal, Rule
 
 RULES: list[Rule] = [*replicas.RULES, *algorithms.RULES, *runs.RULES]
-"""In their order: of those against a launch the first that holds is said, of the others all."""
+"""Rules in their order: of those against a launch the first that holds is said, of the others all."""
 
 
 def _list_rules(recipe: Any) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""What excludes other algorithms than the step of one batch: batches that grow, workers, gradients in 16 bits."""
+"""Rules of what excludes other algorithms than the step of one batch: batches that grow, workers, gradients in 16 bits."""
 
 from samestep.recipe.rules import MULTI_GPU, Rule, each
 

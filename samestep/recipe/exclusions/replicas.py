@@ -1,4 +1,4 @@
-"""What excludes replicas: launches that train together, of which some may be lost (fault_tolerance step)."""
+"""Rules of what excludes replicas: launches that train together, of which some may be lost (fault_tolerance step)."""
 
 import re
 from urllib.parse import urlsplit

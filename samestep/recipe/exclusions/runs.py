@@ -1,4 +1,4 @@
-"""What excludes settings of a run and its launch: sharding, what watches, the same bits, a run from begin to end."""
+"""Rules of what excludes settings of a run and its launch: sharding, what watches, the same bits, a run from begin to end."""
 
 import os
 from shutil import which
