@@ -212,7 +212,8 @@ def test_mistakes(capsys, tmp_path, line, message):
 
 def read_help(capsys, line: str) -> str:
     code, out, err = run(capsys, f"{line} --help")
-    assert (code, err) == (0, "")
+    assert code == 0, err
+    assert err == ""
     return out
 
 

@@ -303,7 +303,7 @@ def test_preferences_are_learned_from_an_adapter(finetune, base, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "is an adapter, not a model: give its base, lora_rank .* to train it further"),
+        ("", "is an adapter, .*lora_rank .* to train it further"),
         ("--lora_rank 8 --lora_alpha 8", "is an adapter of another recipe: lora_rank 4 there, 8 here"),
         (f"{LORA} --lora_targets q_proj", r"lora_targets \[.*\] there, \['q_proj'\] here"),
         (f"{LORA} --use_rslora", "use_rslora None there, True here"),

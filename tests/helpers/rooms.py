@@ -20,13 +20,15 @@ OWN = {
 """Room -> names of files of its tests, test_NAME.py."""
 SHARED = {
     "stepplan": """
-        batch_schedule boundaries bounds configs conversations docs errors harness internals launch main modern muon no_code
-        other_names packaging printed_commands products quantization readme reading rehearsal scaling sharding variants
+        batch_schedule boundaries bounds configs conversations docs errors exclusions harness internals launch main
+        modern muon no_code other_names packaging printed_commands products quantization readme reading rehearsal
+        scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_schedule boundaries bounds docs equivalence errors exact_sum golden interrupt launch main muon
-        no_code optim packaging plots printed_commands quantization reading readme recovery reduction rehearsal reliability
-        reproducible restarts run_files saved_models sharding terminal variants watching
+        accumulating advice batch_schedule benchmarks boundaries bounds docs equivalence errors exact_sum golden
+        harness interrupt launch main muon no_code optim packaging plots printed_commands quantization reading
+        readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
+        terminal variants watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
