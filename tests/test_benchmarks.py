@@ -22,12 +22,12 @@ SHORT = """
     choices --only pretrain_gpt2 --precisions no
     communication --only exact power_sgd --seeds 1 --steps 12
     fault_tolerance --only chaos --fresh --runs 1
-    images --only resnet_digits_cpu --rounds 1 --steps 2
+    images --only resnet_digits_cpu --rounds 1 --steps 8
     language_models
     loader --only gpt2_small_cpu --rounds 1 --rows 1000
     machines --only worker --runs 1
     memory --only bert_small_cpu
-    modern --only gpt --seeds 1 --flags "--max_train_steps 20"
+    modern --only gpt --seeds 1 --flags "--max_train_steps 20 --num_warmup_steps 2"
     muon --only cost --rounds 1
     noise --only cost --rounds 1 --precisions no
     noise_scale --only coverage --num_runs 1 --num_measurements 2 --problems even --layouts 0
