@@ -70,3 +70,16 @@ def test_a_benchmark_ends_with_results_and_a_page(copy, line):
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (copy / "benchmarks" / "results" / f"{name}.json").stat().st_mtime_ns > before
+
+
+OLD = "images reproducible batch-norm language replicas timing own-loops chat-grid noise-scale".split()
+"""Ends of targets of make until 0.1, `bench-` before them."""
+
+
+@pytest.mark.parametrize("target", OLD)
+def test_an_old_target_says_which_benchmark_it_is(target):
+    done = subprocess.run(["make", "-s", f"bench-{target}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    words = dict(word.split("=", 1) for word in shlex.split(done.stderr.split(" make bench ")[1].split(";")[0]))
+    assert set(words["NAME"].split()) <= set(list_benchmarks())
+    assert words.get("FLAGS", "--only overhead") == "--only overhead"

@@ -313,6 +313,7 @@ def test_files_that_are_no_recipes(tmp_path):
         ("task: nothing", "task is 'nothing', must be one of bert_pretraining"),
         (f"extends: {bad}", "extends itself"),
         ("extends: bert_bas", "unknown recipe 'bert_bas': did you mean bert_base"),
+        ("extends: gpt2_pretrainin", "A base is one of bert_pretraining, captcha_recognition"),
     ]:
         bad.write_text(text)
         assert message in problems(load, str(bad))[0]

@@ -70,15 +70,15 @@ def test_a_mapping_is_its_sentence(field, sentence, mapping, tmp_path):
     ("field", "value", "words"),
     [
         ("communication", {"kind": "dilico"}, "kind is 'dilico', must be one of local_sgd, diloco"),
-        ("communication", {"num_workers": 4}, "kind is None, must be one of"),
+        ("communication", {"num_workers": 4}, "kind is missing, must be one of"),
         ("communication", {"kind": "diloco", "num_workers": 4}, "but diloco needs num_steps: correct it"),
         ("communication", {"kind": "top_k", "share": 0.1, "num_workers": 4, "rank": 2}, "top_k has no 'rank'"),
         ("communication", {"kind": "power_sgd", "rank": "two", "first_step": 2}, "rank is 'two', must be int"),
-        ("communication", 5, "communication is 5, must be a mapping or null"),
+        ("communication", 5, "communication is 5, must be a mapping {kind: local_sgd | diloco"),
         ("batch_schedule", {"kind": "seesaw", "first_size": 0}, "first_size is 0, must be from 1"),
         ("batch_schedule", {"kind": "stages", "sizes": [4, 16], "boundaries": [0.2, 0.5]}, "2 sizes have 1 boundaries"),
         ("batch_schedule", {"kind": "stages", "sizes": [16], "boundaries": []}, "2 to 64 numbers"),
-        ("batch_schedule", ["seesaw"], "must be a mapping or null"),
+        ("batch_schedule", ["seesaw"], "must be a mapping {kind: stages |"),
     ],
 )
 def test_a_mapping_that_breaks_a_rule_is_refused_in_a_line(field, value, words):

@@ -201,9 +201,14 @@ def _find_file(name_or_file: str, is_extended: bool) -> Path:
     folders = (CATALOG, BASES) if is_extended else (CATALOG,)
     files = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     if name_or_file not in files:
-        hint = nearest(name_or_file, catalog_names())
+        hint = nearest(name_or_file, files)
+        remedy = "Another model of its kind trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
+        if is_extended:
+            remedy = (
+                f"A base is one of {', '.join(sorted(path.stem for path in BASES.glob('*.yaml')))}, or a .yaml file"
+            )
         raise UsageError(
-            f"unknown recipe {format_value(name_or_file)}: {hint}{'' if hint.endswith('?') else '.'} Another model of its kind "
-            "trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
+            f"{'extends: ' * is_extended}unknown recipe {format_value(name_or_file)}: {hint}"
+            f"{'' if hint.endswith('?') else '.'} {remedy}"
         )
     return files[name_or_file]

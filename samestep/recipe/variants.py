@@ -49,7 +49,8 @@ class Variant:
         values = {name: part for name, part in given.items() if part is not None}
         kind = values.get("kind")
         if not isinstance(kind, str) or kind not in cls.KINDS:
-            raise UsageError(f"kind is {format_value(kind)}, must be one of {', '.join(cls.KINDS)}")
+            subject = "kind is missing" if kind is None else f"kind is {format_value(kind)}"
+            raise UsageError(f"{subject}, must be one of {', '.join(cls.KINDS)}")
         needed, optional = cls.KINDS[kind]
         known = ("kind", *needed, *optional)
         problems = [
