@@ -29,6 +29,17 @@ def round_number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value >= 0.01 else "0" if not value else "under 0.01"
 
 
+def write_number(value: object) -> str:
+    """Write a number for people: four digits behind the point below 100, none above; a text as it is.
+
+    >>> [write_number(value) for value in (0.5, 7, 1234.5, "BERT")]
+    ['0.5000', '7', '1,234', 'BERT']
+    """
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
+
+
 def line_width(most: int) -> int:
     """Return how many columns a line may have: `most`, or what a narrower terminal has."""
     return min(most, shutil.get_terminal_size().columns) if _is_terminal() else most

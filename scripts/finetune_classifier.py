@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from samestep.data import labelled_texts
 from samestep.errors import exit_code
 from samestep.models.text_classification import ClassificationSums
-from samestep.training import evaluation, plots, publishing
+from samestep.training import evaluation, plots
 from samestep.training.run import Run
 
 USAGE = """\
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             scores = evaluation.judge(accelerator, recipe.metrics, logits, held_out, settings.trust_metric_code)
             run.log.add_evaluation(run.completed_steps, sums, scores)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
-                publishing.save_best(accelerator, run.output_dir, run.bare_model.bert, train.tokenizer)
+                run.save_best(run.bare_model.bert)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]
         return settings.early_stopping_patience is not None and num_worse >= settings.early_stopping_patience
 
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         train.tokenizer.save_pretrained(run.output_dir)
         if held_out is not None and train.classes is not None:
             counts = evaluation.count_confusions(held_out, evaluation.classify(trained_model, held_out, batch_size))
-            (run.output_dir / "confusion.png").write_bytes(plots.plot_confusion(counts, train.classes))
+            plots.draw_confusion(counts, train.classes).savefig(run.output_dir / "confusion.png")
         if new_texts is not None:
             logits = evaluation.classify(trained_model, new_texts, batch_size)
             new_texts.write(run.output_dir / "predictions.csv", logits)

@@ -20,7 +20,7 @@ from samestep.data import images
 from samestep.errors import exit_code
 from samestep.models.image_classification import ClassificationSums
 from samestep.training.evaluation import predict
-from samestep.training.plots import plot_predictions
+from samestep.training.plots import draw_predictions
 from samestep.training.run import Run
 
 USAGE = """\
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
         if held_out is not None:
             micro_batch, places = predict(resnet, held_out, 256)
             true, named = ([train.classes[n] for n in labels.tolist()] for labels in (micro_batch["labels"], places))
-            picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), true, named, len(held_out))
-            (run.output_dir / "predictions.png").write_bytes(picture)
+            picture = draw_predictions(held_out.pictures(micro_batch["pixel_values"]), true, named, len(held_out))
+            picture.savefig(run.output_dir / "predictions.png")
         run.publish(USAGE.replace("MODE", "RGB" if recipe.num_channels == 3 else "L"))
     return run.close()
 

@@ -11,6 +11,7 @@ import torch
 from cases import keep
 from common import evaluations, load_benchmark, metrics, samples_of_steps
 from compare import check, parameters, relative, same_weights, untimed_metrics
+from rooms import PAGES, read_card
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from samestep.data import conversations
@@ -140,8 +141,9 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     output_dir = finetune("run", SMALL + " --eval_steps 5")
     printed = capsys.readouterr().out
     assert {path.name for path in output_dir.iterdir()} == {
-        *(".lock", "README.md", "all_results.json", "best", "chat_template.jinja", "checkpoint-10", "config.json"),
-        *("generation_config.json", "generations.jsonl", "loss.png", "metrics.jsonl", "model.safetensors"),
+        *PAGES,
+        *(".lock", "all_results.json", "best", "chat_template.jinja", "checkpoint-10", "config.json"),
+        *("generation_config.json", "generations.jsonl", "metrics.jsonl", "model.safetensors"),
         *("recipe.yaml", "settings.json", "tokenizer.json", "tokenizer_config.json"),
     }
     assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
@@ -154,7 +156,7 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     assert evaluations(output_dir)[-1]["eval_exact_match"] == sum(a["is_right"] for a in answers) / 4
     assert "random weights" in printed
     assert "tokens are trained" in printed or "trained: " in printed, "the report of the mask"
-    assert 'pipeline("text-generation"' in (output_dir / "README.md").read_text()
+    assert 'pipeline("text-generation"' in read_card(output_dir)
 
 
 def test_the_saved_model_answers_in_its_chat_template(finetune):
@@ -194,7 +196,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
     evaluation = evaluations(parts)[-1]
     assert {"eval_doctests/loss", "eval_sort/perplexity"} <= evaluation.keys()
     assert sum(name.endswith("/exact_match") for name in evaluation) == 4, "prompts of four sources"
-    assert "| doctests | " in (parts / "README.md").read_text()
+    assert "| doctests | " in read_card(parts)
 
 
 def test_rows_that_cannot_be_used_are_refused_or_listed(finetune, tmp_path, capsys):
@@ -293,7 +295,7 @@ def test_a_merge_is_measured_and_refused_where_it_loses_the_adapter(finetune, ca
     printed, results = capsys.readouterr().out, json.loads((output_dir / "all_results.json").read_text())
     assert f"merged weights in float32 lose {results['merge_loss']:.2%} of what the adapter does" in printed
     assert results["merge_loss"] < 0.01
-    assert "| merge_loss |" in (output_dir / "README.md").read_text()
+    assert "| merge_loss |" in read_card(output_dir)
     assert AutoModelForCausalLM.from_pretrained(output_dir).dtype == torch.float32
     bf16 = finetune("allowed", f"{flags.replace('1e-5', '0.1')} --merge_adapter --max_merge_loss 1")
     assert AutoModelForCausalLM.from_pretrained(bf16).dtype == torch.bfloat16
@@ -304,7 +306,7 @@ def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
     flags = f"{SMALL}{WORKLOADS['lora']} --eval_steps 5 --load_best_model_at_end"
     output_dir = finetune("run", flags)
     base = AutoModelForCausalLM.from_pretrained(output_dir / "base")
-    assert f'from_pretrained("{output_dir.name}/base")' in (output_dir / "README.md").read_text()
+    assert f'from_pretrained("{output_dir.name}/base")' in read_card(output_dir)
     model, tokenizer = peft.PeftModel.from_pretrained(base, output_dir), AutoTokenizer.from_pretrained(output_dir)
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
     _, held_out = conversations.build(recipe)

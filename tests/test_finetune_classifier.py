@@ -10,6 +10,7 @@ import torch
 from common import evaluations, metrics
 from compare import same_weights, untimed_metrics
 from PIL import Image
+from rooms import PAGES, read_card
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, pipeline
@@ -52,15 +53,14 @@ def learnable(tmp_path):
 def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     output_dir = finetune("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
+        *PAGES,
         *(
             ".lock",
-            "README.md",
             "all_results.json",
             "best",
             "checkpoint-10",
             "config.json",
             "confusion.png",
-            "loss.png",
         ),
         *(
             "metrics.jsonl",
@@ -78,7 +78,7 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     assert list(evaluations(output_dir)[0]) == judged
     config = json.loads((output_dir / "config.json").read_text())
     assert config["id2label"] == {"0": "a", "1": "b", "2": "c"}
-    card = (output_dir / "README.md").read_text()
+    card = read_card(output_dir)
     assert "![confusion](confusion.png)" in card
     assert "eval_matthews_correlation" in card
     assert Image.open(output_dir / "confusion.png").size[0] > 300

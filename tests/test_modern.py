@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from common import ROOT, fresh_accelerator, launch_environment
 from compare import check
+from rooms import read_card
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from samestep.data import sentence_pairs, token_blocks
@@ -217,4 +218,4 @@ def test_what_is_published_loads(train_modern):
     folder = train_modern("bert", "bert", "--max_train_steps 3")
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.sep_token_id == tokenizer.sep_token_id
-    assert "ModernBertForMaskedLM.from_pretrained" in (folder / "README.md").read_text()
+    assert "ModernBertForMaskedLM.from_pretrained" in read_card(folder)

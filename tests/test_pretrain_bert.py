@@ -8,6 +8,7 @@ from functools import partial
 import matplotlib.image
 import pytest
 from common import ROOT, TINY, all_metrics, evaluations, fresh_accelerator, metrics
+from rooms import PAGES, read_card
 from transformers import AutoTokenizer, BertForPreTraining
 
 from samestep.errors import UsageError, exit_code
@@ -21,12 +22,11 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
     printed = capsys.readouterr().out
     names = {path.name for path in output_dir.iterdir()}
     assert names == {
+        *PAGES,
         *(
             ".lock",
-            "README.md",
             "all_results.json",
             "config.json",
-            "loss.png",
             "metrics.jsonl",
             "model.safetensors",
             "recipe.yaml",
@@ -56,8 +56,8 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
     assert results["tokens_per_second"] > 0
     for name in ("eval_mlm_loss", "eval_mlm_accuracy", "eval_nsp_accuracy", "tokens_per_second", f"Wrote {output_dir}"):
         assert name in printed
+    assert "BertForPreTraining.from_pretrained" in read_card(output_dir)
     assert matplotlib.image.imread(output_dir / "loss.png").std() > 0.01
-    assert "BertForPreTraining.from_pretrained" in (output_dir / "README.md").read_text()
 
 
 def test_the_saved_model_is_the_trained_one(train):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from common import TINY_GPT2, evaluations, fresh_accelerator, metrics
 from compare import same_weights, untimed_metrics
+from rooms import PAGES, read_card
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from samestep.errors import UsageError, exit_code
@@ -25,14 +26,13 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
     output_dir = train("run", SMALL + " --eval_steps 5 --sample_prompt The --sample_length 90")
     printed = capsys.readouterr().out
     assert {path.name for path in output_dir.iterdir()} == {
+        *PAGES,
         *(
             ".lock",
-            "README.md",
             "all_results.json",
             "checkpoint-10",
             "config.json",
             "generation_config.json",
-            "loss.png",
         ),
         *(
             "metrics.jsonl",
@@ -55,7 +55,7 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
     sample = (output_dir / "sample.txt").read_text()
     assert sample.startswith("The")
     assert sample in printed
-    assert "AutoModelForCausalLM.from_pretrained" in (output_dir / "README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained" in read_card(output_dir)
 
 
 def test_the_saved_model_generates_and_is_the_trained_one(train):

@@ -11,6 +11,7 @@ import torch
 from chat_bases import CHATML, EXPERTS, GROUPED, make_tokenizer, save_base, write_chats
 from common import evaluations, fresh_accelerator, metrics
 from compare import untimed_metrics
+from rooms import read_card
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
@@ -83,7 +84,7 @@ def test_a_trained_model_stops_where_it_was_trained_to_stop(finetune, base, way,
     rates = "--learning_rate 3e-2 --lora_rank 16 --lora_alpha 32" if way else "--learning_rate 1e-2"
     flags = f"--max_train_steps 100 --num_generations 8 --global_batch_size 8 --lr_scheduler_type constant {rates}"
     folder = finetune("run", base, flags)
-    lines = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    lines = read_card(folder).split("```python\n")[1].split("```")[0]
     assert ("generation_config" in lines) == bool(way)
     options = {"generation_config": GenerationConfig.from_pretrained(folder)} if way else {}
     assert answer(folder, **options) == "cc<|im_end|>"
@@ -166,7 +167,7 @@ def test_a_checkpoint_of_an_adapter_loads_in_peft(finetune, tmp_path, kind, fiel
     assert not torch.equal(logits[0], AutoModelForCausalLM.from_pretrained(base)(token_ids).logits)
     for other in logits[1:]:
         torch.testing.assert_close(other, logits[0])
-    assert ("PeftModel" in (folder / "README.md").read_text()) == ("dora" in flags)
+    assert ("PeftModel" in read_card(folder)) == ("dora" in flags)
 
 
 def test_a_checkpoint_of_an_earlier_format_is_gone_on_from(finetune, base):
@@ -230,7 +231,7 @@ def test_a_merge_of_random_weights_keeps_adapter_and_base(train):
 def test_the_card_says_what_the_files_hold_and_nothing_of_this_machine(finetune, tmp_path, way, files, capsys):
     base = save_base(tmp_path / "base-0.1B", dtype=torch.bfloat16)
     folder = finetune("run", base, way)
-    text, method = (folder / "README.md").read_text(), " by LoRA" if way else ""
+    text, method = read_card(folder), " by LoRA" if way else ""
     assert f"\nFine-tuning a causal language model, from base-0.1B,{method} on chats.jsonl.\n" in text
     assert f"- **Precision**: files in {files}; trained in float32\n" in text
     assert str(tmp_path) not in text
@@ -243,7 +244,7 @@ def test_the_card_has_the_epochs_that_were_asked_for(finetune, base):
     """32 samples, 5 of a step: 13 steps hold 65 samples."""
     folder = finetune("run", base, "--num_train_epochs 2 --global_batch_size 5 --epoch_end carry")
     assert json.loads((folder / "all_results.json").read_text())["epoch"] == 2
-    text = (folder / "README.md").read_text()
+    text = read_card(folder)
     assert "65 samples" in text
     assert "optimizer steps; the last step was filled up with samples beyond 2 epochs" in text
 

@@ -11,6 +11,7 @@ import signal
 import pytest
 from common import metrics, tiny_argv
 from forks import FAILED, call_in_fork
+from rooms import PAGES
 from tqdm import tqdm
 
 from samestep import cli, errors, interrupt, printing
@@ -139,7 +140,7 @@ def test_a_closed_terminal(trainings, corpus, tmp_path, kind):
     last = 10 if is_finished else 4
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == [f"checkpoint-{last}"]
     assert metrics(tmp_path / "run")[-1]["step"] == last
-    for name in ("all_results.json", "model.safetensors", "loss.png"):
+    for name in ("all_results.json", "model.safetensors", *PAGES):
         assert (tmp_path / "run" / name).exists() == is_finished
 
 

@@ -11,6 +11,7 @@ from cases import thorough
 from common import all_metrics, evaluations, fresh_accelerator, metrics
 from compare import same_weights, untimed_metrics
 from PIL import Image
+from rooms import PAGES, read_card
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from samestep.data import captchas, images
@@ -54,7 +55,8 @@ def folder_flags(folder) -> str:
 def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     output_dir = classify("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
-        *(".lock", "README.md", "all_results.json", "checkpoint-10", "config.json", "loss.png", "metrics.jsonl"),
+        *PAGES,
+        *(".lock", "all_results.json", "checkpoint-10", "config.json", "metrics.jsonl"),
         *(
             "model.safetensors",
             "predictions.png",
@@ -73,7 +75,7 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     output = capsys.readouterr()
     assert "1,438 images of 10 classes; random weights; global batch 8" in output.out
     assert re.search(r"Training: 10/10 steps, .* images/s, .* GB", output.err)
-    card = (output_dir / "README.md").read_text()
+    card = read_card(output_dir)
     assert "![predictions](predictions.png)" in card
     assert f'AutoModelForImageClassification.from_pretrained("{output_dir.name}", trust_remote_code=True)' in card
     assert Image.open(output_dir / "predictions.png").size[0] > 1000
@@ -108,7 +110,7 @@ def test_the_saved_reader_is_the_trained_one(read, real_figures):
     assert characters == pytest.approx(last["eval_character_accuracy"])
     assert np.mean([x == y for x, y in zip(texts, labels, strict=True)]) == pytest.approx(last["eval_string_accuracy"])
     assert all(len(text) == 4 and text.isdigit() for text in texts)
-    assert 'CaptchaReader.from_pretrained("' in (output_dir / "README.md").read_text()
+    assert 'CaptchaReader.from_pretrained("' in read_card(output_dir)
     assert Image.open(output_dir / "predictions.png").size[0] > 1000
 
 

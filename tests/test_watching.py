@@ -5,6 +5,7 @@ import io
 import json
 import types
 from importlib.metadata import version
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -12,11 +13,12 @@ import torch
 import yaml
 from common import metrics, model_of
 from huggingface_hub import RepoUrl
+from rooms import read_card
 from transformers import AutoTokenizer, pipeline
 
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.training import card, plots, progress
+from samestep.training import progress
 
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
@@ -87,15 +89,15 @@ def test_the_saved_tokenizer_knows_the_length_that_the_model_was_trained_at(trai
     assert pipeline(task, model=str(output_dir))(text, **options)
 
 
-def read_card(output_dir) -> tuple[dict, str]:
-    _, front, text = (output_dir / "README.md").read_text().split("---\n", 2)
+def split_card(output_dir) -> tuple[dict, str]:
+    _, front, text = read_card(output_dir).split("---\n", 2)
     return yaml.safe_load(front), text
 
 
 def test_the_card_describes_the_users_data_and_training(train, corpus):
     flags = f"{SMALL} --train_file {corpus} --license mit --max_position_embeddings 64"
     output_dir = train("mine", flags)
-    front, text = read_card(output_dir)
+    front, text = split_card(output_dir)
     results = json.loads((output_dir / "all_results.json").read_text())
     assert (front["license"], front["pipeline_tag"], front["library_name"]) == ("mit", "fill-mask", "transformers")
     assert "base_model" not in front
@@ -152,9 +154,12 @@ def test_what_is_pushed_is_loaded_from_its_repository(train, monkeypatch):
 
 
 def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):
+    from samestep.contrib.publishing import card
+
     recipe = load("finetune_glue_bert_base", {"dataset_config_name": "mrpc"})
-    training = card.Training(recipe, run_settings.RunSettings(recipe=""), None, None, None, None, None, 1)
-    front = training.metadata("transformers")
+    settings, folder = run_settings.RunSettings(recipe=""), Path("run")
+    run = types.SimpleNamespace(recipe=recipe, settings=settings, accelerator=None, output_dir=folder)
+    front = card.Training(run).metadata("transformers")
     assert (front.base_model, front.datasets) == (recipe.model_name_or_path, [recipe.dataset_name])
     assert front.pipeline_tag == "text-classification"
     assert "license" not in front.to_dict()
@@ -167,7 +172,9 @@ def test_losses_are_drawn_apart_with_a_centred_mean_and_the_first_evaluation(rea
         {"step": n, "eval_loss": 9.0 - n, "eval_mlm_loss": 5.0, "eval_nsp_loss": 4.0, "eval_nsp_accuracy": n / 9}
         for n in (0, 9)
     ]
-    figure = plots.draw_training(steps, evaluations, ["mlm", "nsp"], "a title")
+    from samestep.contrib.publishing import charts
+
+    figure = charts.draw_training(steps, evaluations, ["mlm", "nsp"], "a title")
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert figure.get_suptitle() == "a title"
     assert [axes.get_ylabel() for axes in panels] == ["loss", "mlm_loss", "nsp_loss", "of held-out data"]
@@ -181,6 +188,8 @@ def test_losses_are_drawn_apart_with_a_centred_mean_and_the_first_evaluation(rea
 
 def test_a_loss_that_is_another_is_drawn_once_and_nothing_is_a_picture_too(real_figures):
     steps = [{"step": n, "loss": 1.0, "character_loss": 1.0, "string_loss": None} for n in (1, 2)]
-    figures = [plots.draw_training(steps, [], ["character", "string"], ""), plots.draw_training([], [], ["lm"], "")]
+    from samestep.contrib.publishing import charts
+
+    figures = [charts.draw_training(steps, [], ["character", "string"], ""), charts.draw_training([], [], ["lm"], "")]
     assert [axes.get_ylabel() for axes in figures[0].axes if axes.get_visible()] == ["loss", "string_loss"]
     assert len(figures[1].axes) == 1

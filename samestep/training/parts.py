@@ -77,6 +77,18 @@ class Part:
     def close(self) -> None:
         """End, after the last step and evaluation of the session."""
 
+    def publish(self, results: dict[str, Any], evaluations: Sequence[dict[str, Any]], usage: str) -> None:
+        """Write pages about the finished run. Called by process 0.
+
+        Args:
+            results: name -> number or text, as in all_results.json.
+            evaluations: lines of those up to the saved model, in order.
+            usage: lines of Python that load the model; OUTPUT_DIR stands for its folder.
+        """
+
+    def upload(self) -> None:
+        """Send what was published elsewhere, when all is said of it. Called by process 0."""
+
 
 P = TypeVar("P", bound=Part)
 

@@ -14,9 +14,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
 from samestep.data.steps import StepData
-from samestep.printing import fold
+from samestep.printing import fold, write_number
 from samestep.step.exact_sum import add_exactly
-from samestep.training import card, digest
+from samestep.training import digest
 from samestep.training.evaluation import Evaluation
 from samestep.training.not_finite import NotFinite
 from samestep.training.output_folder import begin_lines, is_earlier, read_metrics
@@ -261,7 +261,7 @@ class RunLog(Part):
             lines = [
                 head
                 + ", ".join(
-                    f"{n.removeprefix(start)} {card.format_number(v)}" for n, v in metrics.items() if _is_of(n, start)
+                    f"{n.removeprefix(start)} {write_number(v)}" for n, v in metrics.items() if _is_of(n, start)
                 )
                 for head, start in starts.items()
             ]

@@ -8,6 +8,7 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 import contextlib
 import functools
 import io
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ from samestep.cut.layout import solve_layout
 from samestep.data.row_report import report_rows
 from samestep.data.steps import StepData, check_terms
 from samestep.errors import UsageError
-from samestep.models.pretrained import find_config
+from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import run_settings
 from samestep.step import batch_norm
-from samestep.training import card, checkpoint, host_memory, launch, micro_batch_size, publishing, ways
+from samestep.training import checkpoint, host_memory, launch, micro_batch_size, publishing, ways
 from samestep.training.evaluation import evaluate
 from samestep.training.network import Network, make_network
 from samestep.training.output_folder import open_output_dir
@@ -73,7 +74,7 @@ class Run:
     def __init__(self, argv: Sequence[str], task: str | Sequence[str], description: str):
         notes: list[str] = []
         self.recipe, self.settings = run_settings.parse(
-            argv, task, description, find_config=find_config, say=notes.append
+            argv, task, description, find_config=pretrained.find_config, say=notes.append
         )
         interrupt.outlive_readers()
         quiet_libraries()
@@ -261,11 +262,19 @@ class Run:
             )
 
     def save_best(self, model: Any) -> None:
-        """Keep a model, the best one so far, and the tokenizer in `best/` of the output folder. Called by all processes."""
+        """Keep a model, the best one so far, and the tokenizer in `best/` of the output folder, whole at any moment.
+
+        Called by all processes.
+        """
         if launch.is_sharded(self.accelerator):
             whole = checkpoint.make_whole_model(self.accelerator, self.network.model, self.network.build)
             model = getattr(whole, "model", None)
-        publishing.save_best(self.accelerator, self.output_dir, model, self.network.trained.tokenizer)
+        if self.accelerator.is_main_process:
+            partial, best = self.output_dir / "best.partial", self.output_dir / "best"
+            pretrained.save_pretrained(model, self.network.trained.tokenizer, partial)
+            shutil.rmtree(best, ignore_errors=True)
+            partial.rename(best)
+        self.accelerator.wait_for_everyone()
 
     @property
     def is_finished(self) -> bool:
@@ -305,7 +314,7 @@ class Run:
         facts: Mapping[str, float] | None = None,
         problem: str | None = None,
     ) -> None:
-        """Write all_results.json, loss.png and the model card; push to the hub if asked for.
+        """Write all_results.json, and what parts of the run write about it: loss.png, the model card, an upload to the hub.
 
         Called by process 0, after the model was saved in the output folder.
 
@@ -316,13 +325,9 @@ class Run:
             problem: what went wrong with the saved model, for `close` to raise; None: nothing.
         """
         self.problem = problem
-        layout, schedule = self.recovery.steps.layout, self.plan.schedule
-        training = card.Training(
-            self.recipe, self.settings, self.accelerator, layout, schedule, *self.data, self.num_steps
-        )
         is_shown = not self.settings.rehearse  # a rehearsal's model is of no use, and its folder may be deleted
         with contextlib.nullcontext() if is_shown else contextlib.redirect_stdout(io.StringIO()):
-            publishing.publish(self.log, usage, training, best_step, facts)
+            publishing.publish(self, usage, best_step, facts or {})
 
     def close(self) -> int:
         """Let go of the process group and of all that uses it. Called by all processes, last.

@@ -30,15 +30,16 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 ]
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
-STRAGGLERS = "samestep.contrib.stragglers:Stragglers"
+STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
-    ("samestep.training.trackers:Trackers", lambda run: run.settings.report_to != "none"),
+    ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
+    (PAGES, lambda run: run.settings.push_to_hub or _is_there(PAGES)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
 

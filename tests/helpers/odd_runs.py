@@ -25,13 +25,14 @@ from safetensors.torch import save_file
 
 from samestep.cli import main
 from samestep.contrib.noise.growth import NoiseFollower
+from samestep.contrib.publishing import charts
 from samestep.contrib.replication.shared_folder import SharedFolder
 from samestep.contrib.watching import watch
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
 from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.step.exact_sum import ExactSum
-from samestep.training import checkpoint, output_folder, plots
+from samestep.training import checkpoint, output_folder
 
 RUN = recipes.load("gpt2_small_cpu")
 NUM_STEPS = 40
@@ -250,7 +251,7 @@ def _resume() -> None:
     folder = Path()
     output_folder.prepare_lines(folder, 30, NUM_STEPS)
     steps, evaluations = output_folder.read_metrics(folder)
-    plots.plot_training(steps, evaluations, ["lm"], "a run", output_folder.read_noise(folder))
+    charts.draw_training(steps, evaluations, ["lm"], "a run", output_folder.read_noise(folder)).savefig(io.BytesIO())
 
 
 def _replicas() -> None:

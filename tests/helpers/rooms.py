@@ -4,6 +4,7 @@ Where a room is not there, its own files are not collected. Of the files that it
 the mark `rooms`, or fails because a module of the room is missing. In all other files that is a failure.
 """
 
+import importlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,16 +26,29 @@ SHARED = {
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_schedule benchmarks boundaries bounds docs equivalence errors exact_sum golden
-        harness interrupt launch main muon no_code optim packaging plots printed_commands quantization reading
-        readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
-        terminal variants watching
+        accumulating advice batch_schedule benchmarks boundaries bounds checkpoint docs equivalence errors exact_sum
+        finetune_causal_lm finetune_classifier golden harness interrupt launch main modern muon no_code optim packaging
+        plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme recovery reduction rehearsal
+        reliability reproducible restarts run_files saved_models sharding terminal train_images variants watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
 HELPERS = {"stepplan": ["odd_inputs", "odd_runs"], "samestep.contrib": ["run_accumulating"]}
 """Room -> names of helpers that need it, where pytest looks for doctests."""
 MISSING = [room for room in OWN if find_spec(room) is None]
+
+PAGES = set() if "samestep.contrib" in MISSING else {"README.md", "loss.png"}
+"""Files that a room leaves of a finished run."""
+
+
+def read_card(folder: Path) -> str:
+    """Read the model card of a finished run.
+
+    Raises:
+        ModuleNotFoundError: the room that writes it is missing.
+    """
+    importlib.import_module("samestep.contrib.publishing")
+    return (folder / "README.md").read_text(encoding="utf-8")
 
 
 def list_ignored() -> list[str]:

@@ -1,7 +1,6 @@
 """Writes the model card: what was trained on what, how, where, with which result; and uploads it with the model."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import platform
@@ -12,20 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
-from samestep.cut.layout import Layout
 from samestep.errors import UsageError
+from samestep.printing import write_number
 from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import RunSettings
-from samestep.recipe.schedule import Schedule
-from samestep.recipe.step_plan import GrowingSchedule
+from samestep.training.publishing import UNITS, ends_within_a_step, name_model
+from samestep.training.run import Run
 
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
-UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a step had
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
 """Type in a file of safetensors -> its name in torch."""
 MAX_EVALUATIONS = 20  # rows of the table of evaluations
@@ -33,29 +29,16 @@ FRONT = ["library_name", "license", "base_model", "pipeline_tag", "datasets", "t
 TEMPLATE = str(Path(__file__).parent / "templates" / "card.md.j2")
 
 
-@dataclasses.dataclass(frozen=True)
 class Training:
-    """Facts of a run, for its model card.
+    """Facts of a finished run, for its model card.
 
-    Attributes:
-        recipe, settings, accelerator, layout, schedule: the run's; the layout is the last step's.
-        train, held_out: sources of the samples; held_out None: there are none.
-        num_steps: optimizer steps of the whole training.
+    Args:
+        run: finished.
     """
 
-    recipe: Recipe
-    settings: RunSettings
-    accelerator: Accelerator
-    layout: Layout
-    schedule: Schedule | GrowingSchedule
-    train: Any
-    held_out: Any
-    num_steps: int
-
-    @property
-    def title(self) -> str:
-        """Name of the model: its repository's, or its folder's."""
-        return (self.settings.hub_model_id or Path(self.settings.output_dir).resolve().name).rpartition("/")[2]
+    def __init__(self, run: Run):
+        self.run, self.recipe, self.settings, self.accelerator = run, run.recipe, run.settings, run.accelerator
+        self.title = name_model(run)
 
     @property
     def precision(self) -> str:
@@ -70,26 +53,9 @@ class Training:
         """Number of processes, and the device of process 0."""
         return f"{self.accelerator.num_processes} x {device_name(self.accelerator.device)}"
 
-    @property
-    def ends_within_a_step(self) -> bool:
-        """Tell whether the epochs that were asked for end within the last step, which has samples beyond them."""
-        asked = self.recipe.num_train_epochs
-        if asked is None or self.recipe.epoch_end != "carry":
-            return False
-        num_uses = sum(uses for _, uses in getattr(self.train, "mixture", ())) or len(self.train)
-        return self.num_steps * self.recipe.global_batch_size > asked * num_uses and not self.recipe.batch_schedule
-
-    def describe_data(self) -> dict[str, Any]:
-        """Return what is known of the training data, name -> value: their place, samples, documents and tokens."""
-        facts = {"data": self.recipe.data_name, "train_samples": len(self.train)}
-        for name, attribute in (("train_documents", "num_documents"), ("train_tokens", "num_tokens")):
-            facts[name] = getattr(self.train, attribute, None)
-        facts["eval_samples"] = None if self.held_out is None else len(self.held_out)
-        return {name: value for name, value in facts.items() if value is not None}
-
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters under the names that Trainer's cards have."""
-        recipe: Any = self.recipe
+        recipe, layout = self.recipe, self.run.recovery.steps.layout  # the last step's
         numbers = recipe.scaled_hyperparameters()
         if recipe.optimizer_name == "sgd":
             optimizer = f"sgd with momentum {recipe.sgd_momentum:g}"
@@ -104,16 +70,16 @@ class Training:
         length = "num_epochs" if recipe.max_train_steps is None else "training_steps"
         return {
             "learning_rate": f"{numbers.learning_rate:.6g}",
-            "train_batch_size": self.layout.per_device_train_batch_size,
+            "train_batch_size": layout.per_device_train_batch_size,
             "eval_batch_size": self.settings.per_device_eval_batch_size,
             "seed": recipe.seed,
             "num_devices": self.accelerator.num_processes,
-            "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
-            "total_train_batch_size": str(recipe.batch_schedule or "") or self.layout.global_batch_size,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+            "total_train_batch_size": str(recipe.batch_schedule or "") or layout.global_batch_size,
             "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
             "max_grad_norm": recipe.max_grad_norm,
             "lr_scheduler_type": recipe.lr_scheduler_type,
-            "lr_scheduler_warmup_steps": self.schedule.num_warmup_steps,
+            "lr_scheduler_warmup_steps": self.run.plan.schedule.num_warmup_steps,
             length: recipe.num_train_epochs if recipe.max_train_steps is None else recipe.max_train_steps,
             "mixed_precision_training": self.accelerator.mixed_precision,
         }
@@ -185,13 +151,6 @@ def versions() -> dict[str, str]:
     return numbers
 
 
-def format_number(value: Any) -> str:
-    """Write a number for people: four digits behind the point below 100, none above; a text as it is."""
-    if not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
-
-
 def write(
     training: Training,
     results: Mapping[str, Any],
@@ -230,26 +189,27 @@ def write(
         columns=columns,  # those of sources are in a table of their own
         evaluations=[line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1],
         versions=versions(),
-        number=format_number,
+        number=write_number,
     )
     return str(card)
 
 
 def _describe(training: Training, results: Mapping[str, Any]) -> dict[str, str]:
     """Describe what was trained on what, how and where: name -> text."""
-    recipe, length, positions = training.recipe, training.train.max_length, _num_positions(training.recipe)
+    recipe, (train, held_out) = training.recipe, training.run.data
+    length, positions = train.max_length, _num_positions(recipe)
     base = getattr(recipe, "model_name_or_path", None)
-    held_out = "nothing held out" if training.held_out is None else f"held out: {training.held_out}"
+    described = "nothing held out" if held_out is None else f"held out: {held_out}"
     amount = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)
     end = ""
-    if training.ends_within_a_step:
+    if ends_within_a_step(training.run):
         end = f"; the last step was filled up with samples beyond {recipe.num_train_epochs:g} epochs"
     facts = {
-        "Data": f"{recipe.data_name or 'made by the program'}; {training.train}; {held_out}",
+        "Data": f"{recipe.data_name or 'made by the program'}; {train}; {described}",
         "Start": "random weights"
         if base is None
         else f"the weights of `{base if _is_on_hub(base) else Path(base).name}`",
-        "Seen in training": f"{amount or 'not known'}, in {training.num_steps:,} optimizer steps{end}",
+        "Seen in training": f"{amount or 'not known'}, in {training.run.num_steps:,} optimizer steps{end}",
         "Precision": training.precision,
         "Communication": training.describe_communication(),
         "Hardware": training.hardware,

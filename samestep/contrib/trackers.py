@@ -1,18 +1,16 @@
 """Sends the lines of metrics.jsonl to a tracker (--report_to)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.training.parts import Part
-
-if TYPE_CHECKING:
-    from samestep.training.run import Run
+from samestep.training.run import Run
 
 
 class Trackers(Part):
     """A tracker of Accelerate: wandb, trackio or tensorboard. It goes on with the run of an earlier session."""
 
-    def __init__(self, run: "Run"):
+    def __init__(self, run: Run):
         self.accelerator = accelerator = run.accelerator
         recipe, tracker = run.recipe, run.settings.report_to
         name, run_id, first_step = run.output_dir.resolve().name, run.log.run_id, run.start.state.step
