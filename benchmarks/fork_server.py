@@ -238,15 +238,15 @@ def _train_timed(script, argv: list[str], timeline: Path) -> int:
 
     events, saved = [], []
     output_dir = Path(argv[argv.index("--output_dir") + 1])
-    step, save = report.RunLog.step, checkpoint.Saver.save
+    step, save = report.RunLog.end_step, checkpoint.Saver.save
 
     def note(event: str, number: int) -> None:
         is_writing = bool(saved) and not (output_dir / f"checkpoint-{saved[-1]}").exists()
         events.append({"what": event, "step": number, "time": time.perf_counter(), "is_writing": is_writing})
 
-    def timed_step(log, data, *arguments):
-        step(log, data, *arguments)
-        note("step", data.step + 1)
+    def timed_step(log, ended):
+        step(log, ended)
+        note("step", ended.index + 1)
 
     def timed_save(saver, number, *arguments, **keywords):
         note("save", number)
@@ -254,7 +254,7 @@ def _train_timed(script, argv: list[str], timeline: Path) -> int:
         saved.append(number)
         note("saved", number)
 
-    report.RunLog.step, checkpoint.Saver.save = timed_step, timed_save
+    report.RunLog.end_step, checkpoint.Saver.save = timed_step, timed_save
     code = script.main(argv)
     timeline.write_text(json.dumps(events))
     return code

@@ -43,7 +43,7 @@ def watch(file: Path, argv: list[str]) -> None:
     from samestep.training import evaluation, launch, report
 
     ends, evaluating = {"launcher": begun}, []
-    create, stream, step = launch.create_accelerator, Steps.stream, report.RunLog.step
+    create, stream, step = launch.create_accelerator, Steps.stream, report.RunLog.end_step
 
     def created(*args, **more):
         ends["imports"] = harness.clock()
@@ -69,8 +69,8 @@ def watch(file: Path, argv: list[str]) -> None:
             ends["first step"] = harness.clock()
             file.write_text(json.dumps(ends), encoding="utf-8")
 
-    launch.create_accelerator, Steps.stream, report.RunLog.step = created, streamed, stepped
-    for name in ("evaluate", "outputs", "judge"):
+    launch.create_accelerator, Steps.stream, report.RunLog.end_step = created, streamed, stepped
+    for name in ("evaluate", "evaluate_logits", "judge"):
         setattr(evaluation, name, timed(getattr(evaluation, name)))
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")

@@ -280,7 +280,7 @@ def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
     clock, recipe = module("clock"), load(str(folder / "recipe.yaml"))
     script = load_script("pretrain_bert")
     argv = shlex.split("--recipe recipe.yaml --speed safe --stop_after_step 2 --output_dir")
-    for owner, name in ((report.RunLog, "step"), (launch, "prepare"), (Steps, "stream")):
+    for owner, name in ((report.RunLog, "end_step"), (launch, "prepare"), (Steps, "stream")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # undone after the test
     fresh_accelerator()
     module("ours").stamp(clock.Clock("ours.stamps"))

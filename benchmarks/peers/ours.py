@@ -22,14 +22,14 @@ def stamp(clock: Clock, count: Callable[[StepData, str], int] = count_real) -> N
     Args:
         count: counts the units of a step; takes it, and the unit of its recipe.
     """
-    log_step = report.RunLog.step
+    log_step = report.RunLog.end_step
 
-    def step(log, data, sums, counts, *more):
-        log_step(log, data, sums, counts, *more)
-        clock.collated(count(data, log.recipe.unit))
-        clock.step(log.compute_losses(torch.stack(list(sums)).sum(0), counts)["loss"])
+    def end_step(log, step):
+        log_step(log, step)
+        clock.collated(count(step.data, log.recipe.unit))
+        clock.step(log.compute_losses(torch.stack(step.attempt.sums).sum(0), step.attempt.counts)["loss"])
 
-    report.RunLog.step = step
+    report.RunLog.end_step = end_step
 
 
 if __name__ == "__main__":

@@ -249,20 +249,6 @@ def name_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.removeprefix(prefix): parameter for name, parameter in named_parameters if name not in aliases}
 
 
-def _gather_state(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather all parameters and buffers, tied ones once, on the host of process 0; {} elsewhere. Called by all processes."""
-    tensors = get_model_state_dict(model, options=WHOLE)
-    for _, *aliases in _find_aliases(accelerator.unwrap_model(model)):
-        for name in aliases:
-            tensors.pop(name, None)
-    return tensors
-
-
-def _get_moments(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
-    """Return {"state": {parameter: {key: tensor}}, "param_groups": ...}. Called by all processes."""
-    return get_optimizer_state_dict(model, _unwrap(optimizer), options=options)
-
-
 def _unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Remove Accelerate's wrapping: torch lets the optimizer step to make its states, which an unused scaler would refuse."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -279,11 +265,10 @@ def make_whole_model(accelerator: Accelerator, model: nn.Module, build: Callable
     """
     if not isinstance(model, FSDPModule):
         return accelerator.unwrap_model(model)
-    tensors = _gather_state(accelerator, model)
+    tensors = get_model_state_dict(model, options=WHOLE)  # on process 0; {} elsewhere
     if not accelerator.is_main_process:
         return None
     copy = build()
-    tensors |= {name: tensors[first] for first, *aliases in _find_aliases(copy) for name in aliases}
     copy.load_state_dict(tensors)
     return copy
 
@@ -371,7 +356,8 @@ class Saver:
         if frozen and not isinstance(self.trained.model, FSDPModule):
             part, names = ADAPTER, adapters.name_in_files(_find_adapted(bare_model), tensors)
             tensors = {names[name]: tensor for name, tensor in tensors.items()}
-        moments = _flatten(_get_moments(self.trained.model, self.trained.optimizer, ON_HOST)["state"])
+        optimizer = _unwrap(self.trained.optimizer)
+        moments = _flatten(get_optimizer_state_dict(self.trained.model, optimizer, options=ON_HOST)["state"])
         parts = {part: _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         if (more := self.reduction.get_tensors()) is not None:
             parts[WORKERS] = more
@@ -379,7 +365,7 @@ class Saver:
         exact_sum = self.reduction.describe_state()
         fingerprints = self.recipe.fingerprint, self.trained.data_fingerprints
         state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, **self.describe())
-        writes = self._is_owner
+        writes = self.accelerator.process_index < (self._num_owners or 0)
         if self.accelerator.is_main_process:
             writes = False
             with self._warn_on_failure(step):
@@ -415,7 +401,7 @@ class Saver:
             self.store.close()
         except RunError as error:
             self.failure = self.failure or str(error)
-        if self._owns_folder:  # a finished run that was killed at its end, and resumed, saves nothing
+        if self.accelerator.is_main_process or self.peers.is_member:  # a finished run that was killed at its end, and resumed, saves nothing
             with contextlib.suppress(OSError):
                 self._tidy()
                 self._keep_to_limit()
@@ -432,20 +418,11 @@ class Saver:
                 self._wait()
 
     @property
-    def _owns_folder(self) -> bool:
-        """Whether this process is the one that tidies its machine's output folder."""
-        return self.accelerator.is_main_process or self.peers.is_member
-
-    @property
     def _num_owners(self) -> int | None:
         """Number of processes that each write their part of the weights, the first ones; None: process 0 writes whole ones."""
         if not isinstance(self.trained.model, FSDPModule):
             return None
         return self.accelerator.num_processes // count_copies(self.accelerator)
-
-    @property
-    def _is_owner(self) -> bool:
-        return self.accelerator.process_index < (self._num_owners or 0)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -938,7 +915,7 @@ def load(
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     groups, frozen = _find_aliases(bare_model), find_frozen(bare_model)
     tensors |= {name: tensors[first] for first, *aliases in groups if first in tensors for name in aliases}
-    current = _get_moments(model, optimizer, StateDictOptions())
+    current = get_optimizer_state_dict(model, _unwrap(optimizer))
     own_tensors = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
     _check_shapes(folder, tensors, own_tensors)
     _check_shapes(folder, moments, _flatten(current["state"]))

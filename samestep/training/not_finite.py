@@ -1,8 +1,7 @@
 """The remedies for a loss or a gradient that is not finite: the run stops before it, or goes on without that step."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +11,9 @@ from samestep.errors import RunError
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.checkpoint import Saver
 from samestep.training.reduction import Reduction
+
+if TYPE_CHECKING:
+    from samestep.training.report import Noted
 
 
 class NotFinite:
@@ -68,31 +70,21 @@ class NotFinite:
             line["skipped"] = True
         return False
 
-    def stop(
-        self,
-        line: dict[str, Any],
-        places: Sequence[tuple[int, int]],
-        micro_batches: Sequence[Sequence[tuple[int, int]]],
-        sums: torch.Tensor,
-        run_id: str,
-    ) -> NoReturn:
+    def stop(self, noted: "Noted", run_id: str) -> NoReturn:
         """Save the run as it was before a step, if parameters are, and end it. Called by all processes.
 
         Args:
-            line: of the step.
-            places: (process, micro-step) of this process's micro-batches.
-            micro_batches: their samples.
-            sums: their summed losses, [micro-batches, terms].
+            noted: the step, whose line has `loss` and `grad_norm`.
             run_id: see `checkpoint.State`.
 
         Raises:
             RunError: always.
         """
-        message = self._describe(line, places, micro_batches, sums)
-        has_skipped = self.accelerator.scaler is None and not math.isfinite(line["grad_norm"])
+        message = self._describe(noted)
+        has_skipped = self.accelerator.scaler is None and not math.isfinite(noted.line["grad_norm"])
         if not (has_skipped and self.reduction.holds_back):
             raise RunError(f"{message}. Resume from a checkpoint before it")
-        done = line["step"] - 1
+        done = noted.line["step"] - 1
         self.saver.save(done, self.num_skipped, run_id)
         self.saver.close()
         raise RunError(
@@ -100,22 +92,15 @@ class NotFinite:
             "leave such steps out"
         )
 
-    def _describe(
-        self,
-        line: dict[str, Any],
-        places: Sequence[tuple[int, int]],
-        micro_batches: Sequence[Sequence[tuple[int, int]]],
-        sums: torch.Tensor,
-    ) -> str:
+    def _describe(self, noted: "Noted") -> str:
         """Say whether the loss or the gradient of a step is not finite, and in which samples."""
+        rows = zip(noted.sums.isfinite().all(1).tolist(), noted.places, noted.samples, strict=True)
         local_texts = [
             f"process {rank}, micro-batch {micro_batch}, samples "
             + ", ".join(f"{sample} (epoch {epoch})" for epoch, sample in samples)
-            for is_finite, (rank, micro_batch), samples in zip(
-                sums.isfinite().all(1).tolist(), places, micro_batches, strict=True
-            )
+            for is_finite, (rank, micro_batch), samples in rows
             if not is_finite
         ]
         texts = gather_object(local_texts)
         subject = "the loss is" if texts else "the losses are finite, but their gradient is"
-        return f"step {line['step']}: {subject} not finite" + (f" ({'; '.join(texts)})" if texts else "")
+        return f"step {noted.line['step']}: {subject} not finite" + (f" ({'; '.join(texts)})" if texts else "")

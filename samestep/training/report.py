@@ -31,19 +31,20 @@ Places = tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]
 """(process, micro-step) of some micro-batches, and the (epoch, sample id) of the samples of each."""
 
 
-class _Noted(NamedTuple):
+class Noted(NamedTuple):
     """A step whose numbers are on the device still.
 
     Attributes:
         line: of metrics.jsonl, as far as it is known.
-        places: see `Places`.
+        places, samples: see `Places`.
         sums: summed losses of these micro-batches, float64 [micro-batches, terms].
-        counts: targets of the whole step, int64 [terms].
-        norm: of the whole gradient, scalar.
+        counts: targets of the whole step, int64 [terms]; of workers that take steps of their own, those of this process.
+        norm: of the whole gradient before clipping, scalar; of such workers, the root of the sum of their squares.
     """
 
     line: dict[str, Any]
-    places: Places
+    places: list[tuple[int, int]]
+    samples: list[list[tuple[int, int]]]
     sums: torch.Tensor
     counts: torch.Tensor
     norm: torch.Tensor
@@ -68,7 +69,7 @@ class RunLog(Part):
         self.plan, self.reduction, self.folder, self.parts = run.plan, run.reduction, run.folder, run.parts
         self.output_dir, state = run.output_dir, run.start.state
         self.run_id, self.first_step = state.run_id or uuid.uuid4().hex[:8], state.step
-        self.pending: list[_Noted] = []
+        self.pending: list[Noted] = []
         if self.accelerator.is_main_process:
             self.folder.begin(lambda: self.open_files(self.first_step))
         # Where nobody has opened the files, they may be of others, or of replicas that are further
@@ -120,40 +121,15 @@ class RunLog(Part):
         return listed
 
     def end_step(self, step: "RunStep") -> None:
-        attempt = step.attempt
-        self.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate)
-
-    def step(
-        self,
-        data: StepData,
-        sums: Sequence[torch.Tensor],
-        counts: torch.Tensor,
-        grad_norm: torch.Tensor,
-        learning_rate: float,
-    ) -> None:
-        """Note a step.
-
-        Args:
-            data: this process's part of the step.
-            sums: summed losses of each of the micro-batches of `list_parts`, floating [terms] on the device.
-            counts: targets of the whole step, int64 [terms] on the device; of workers that take steps of their own, those of
-                this process.
-            grad_norm: norm of the whole gradient before clipping, scalar on the device; of such workers, the root of the sum
-                of their squares.
-            learning_rate: the step's.
-        """
-        line: dict[str, Any] = {
-            "step": data.step + 1,
-            "epoch": data.epoch,
-            "learning_rate": learning_rate,
-            "samples": data.num_samples,
-        }
+        data, sums, counts = step.data, step.attempt.sums, step.attempt.counts
+        line: dict[str, Any] = {"step": data.step + 1, "epoch": data.epoch, "learning_rate": step.learning_rate}
+        line["samples"] = data.num_samples
         if self.recipe.unit != "image":  # images are samples
             line[f"{self.recipe.unit}s"] = data.num_tokens
         line |= {f"{source}/samples": count for source, count in data.num_samples_by_source.items()}
         line["seconds"] = self.progress.take_seconds()
-        table = torch.stack(list(sums)) if sums else counts.new_zeros(0, len(counts))
-        self.pending.append(_Noted(line, self.list_parts(data), table.double(), counts, grad_norm))
+        table = torch.stack(sums) if sums else counts.new_zeros(0, len(counts))
+        self.pending.append(Noted(line, *self.list_parts(data), table.double(), counts, step.grad_norm))
         self.progress.advance(data.num_samples)
         if line["step"] % self.folder.count_unread(self.settings.logging_steps) == 0:
             self.flush()
@@ -200,7 +176,7 @@ class RunLog(Part):
             part.lines_written(lines)
         if broken is not None:
             self.folder.write(self.accelerator.is_main_process)
-            self.not_finite.stop(broken.line, *broken.places, broken.sums, self.run_id)
+            self.not_finite.stop(broken, self.run_id)
 
     def compute_losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
         """Compute the loss, and each of its terms if there are several, from total sums and counts, [terms] on the host."""
