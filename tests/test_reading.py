@@ -16,7 +16,7 @@ MODULES = sorted(path for room in ("samestep", "stepplan") for path in (ROOT / r
 OWN_FILES = {
     "samestep/contrib/publishing/card.py": "/proc/cpuinfo",
     "samestep/training/digest.py": "/proc/cpuinfo",
-    "samestep/training/host_memory.py": "/proc/meminfo",
+    "samestep/contrib/host_memory.py": "/proc/meminfo",
     "samestep/recipe/rehearsal.py": "the command line of the parent",
     "stepplan/hardware.py": "devices of the package",
     "samestep/data/documents.py": "Python's own library",

@@ -401,7 +401,8 @@ class Saver:
             self.store.close()
         except RunError as error:
             self.failure = self.failure or str(error)
-        if self.accelerator.is_main_process or self.peers.is_member:  # a finished run that was killed at its end, and resumed, saves nothing
+        if self.accelerator.is_main_process or self.peers.is_member:
+            # A finished run that was killed at its end, and resumed, saves nothing
             with contextlib.suppress(OSError):
                 self._tidy()
                 self._keep_to_limit()

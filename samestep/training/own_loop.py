@@ -118,25 +118,6 @@ class LoopStep(Step):
     def is_last_of_epoch(self) -> bool:  # of a tensor it waits for the device: where this process has no batch left
         return bool(self._is_last_of_epoch)
 
-    def loss(self, sums: Any, weights: Sequence[float] | torch.Tensor | None = None) -> torch.Tensor:
-        """Compute this micro-batch's part of the step's loss, for `accelerator.backward`.
-
-        It is multiplied by k and N, by which Accelerate and DDP divide:  k N sum_j w_j s_j / n_j.
-
-        Args:
-            sums: s_j, summed losses of the micro-batch, scalar or [terms], in any floating dtype; or (sums, number of targets),
-                as the contract of a loss returns them.
-            weights: w_j, [terms]; None: 1.
-
-        Returns:
-            scalar in float32 or wider.
-
-        Raises:
-            UsageError: no micro-batch is being computed, sums of another shape than the targets', in the first step a mean.
-        """
-        self._find_current()
-        return super().loss(sums, weights)
-
     def add_to_log(self, sums: torch.Tensor) -> None:
         """Note the summed losses of a micro-batch, for `mean_loss`."""
         self._sums.append(sums.detach() * 0 if self._find_current().is_placeholder else sums.detach())
@@ -394,13 +375,11 @@ class ExactWindows:
     def __init__(self, accelerator: Accelerator, loader: Iterable, k: int, targets: Targets, num_epochs: int):
         self._accelerator, self._loader, self._k, self._targets = accelerator, loader, k, targets
         self._num_epochs = num_epochs
+        lengths = [prepared.num_batches(loader)]
+        lengths = gather_object(lengths) if accelerator.num_processes > 1 else lengths
+        known = [length for length in lengths if length is not None]
         # Batches of the process with most; None: one of them does not know
-        lengths: list[int | None] = [prepared.num_batches(loader)]
-        if accelerator.num_processes > 1:
-            lengths = gather_object(lengths)
-        self._num_batches = max((length for length in lengths if length is not None), default=None)
-        if None in lengths:
-            self._num_batches = None
+        self._num_batches = max(known) if len(known) == len(lengths) else None
 
     def __len__(self) -> int:
         """Count the optimizer steps of all epochs, which a scheduler needs to know.
@@ -575,13 +554,11 @@ class _Source:
             batch = self.collate_fn(values)
         num_targets = self.targets(batch)
         batch_counts = to_counts(num_targets).cpu()
-        counts = torch.zeros_like(batch_counts) if is_placeholder else batch_counts
-        shape = num_targets.shape if isinstance(num_targets, torch.Tensor) else torch.Size([])
         return {
             "batch": batch,
-            "counts": counts,
+            "counts": torch.zeros_like(batch_counts) if is_placeholder else batch_counts,
             "batch_counts": batch_counts,
-            "shape": shape,
+            "shape": _get_shape(num_targets),
             "is_placeholder": is_placeholder,
         }
 

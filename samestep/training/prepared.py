@@ -151,20 +151,3 @@ def _trim_last_batch(accelerator: Accelerator, loader: DataLoaderDispatcher) -> 
                 continue
             batch = slice_tensors(batch, slice(num_samples)) if num_samples < size else batch
         yield batch
-
-
-class EvenShard(BatchSamplerShard):
-    """A shard without repeated samples, whose length on every process is the length of the longest shard."""
-
-    def __len__(self) -> int:
-        whole = len(self.batch_sampler)
-        if self.split_batches:
-            return whole
-        return whole // self.num_processes if self.drop_last else -(-whole // self.num_processes)
-
-
-def make_even(loader: Any) -> None:
-    """Let a prepared loader repeat no samples, and say the same length on every process, for loops that count batches."""
-    shard = find_shard(loader)
-    if type(shard) is BatchSamplerShard and shard.batch_size is not None:
-        shard.even_batches, shard.__class__ = False, EvenShard

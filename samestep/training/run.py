@@ -28,7 +28,7 @@ from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import run_settings
 from samestep.step import batch_norm
-from samestep.training import checkpoint, host_memory, launch, micro_batch_size, publishing, ways
+from samestep.training import checkpoint, launch, micro_batch_size, publishing, ways
 from samestep.training.evaluation import evaluate
 from samestep.training.network import Network, make_network
 from samestep.training.output_folder import open_output_dir
@@ -89,7 +89,7 @@ class Run:
         layout = solve_layout(
             num_processes=self.reduction.num_parts or accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
-            per_device_train_batch_size=host_memory.choose_batch_size(accelerator, self.recipe, settings),
+            per_device_train_batch_size=ways.choose_batch_size(accelerator, self.recipe, settings),
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
         )
         self.folder = ways.choose_folder(settings)

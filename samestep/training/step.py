@@ -81,7 +81,8 @@ class Step:
             scalar in float32 or wider.
 
         Raises:
-            UsageError: the sums have another shape than the targets.
+            UsageError: the sums have another shape than the targets; outside the loop over micro-batches; in the first step of
+                `exact_steps` and `exact_windows`, a mean.
         """
         sums, returned_counts = sums if isinstance(sums, tuple) else (sums, None)
         num_targets = self.num_targets

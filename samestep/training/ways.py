@@ -31,6 +31,7 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
+BATCH_SIZE = "samestep.contrib.host_memory:choose_batch_size"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
@@ -75,6 +76,14 @@ def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
         return Accelerator
     kind: type[Accelerator] = _load("samestep.contrib.replication.replica_accelerator:ReplicaAccelerator")
     return kind
+
+
+def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> int | None:
+    """Choose the most samples in one forward (b): those of the settings, or what the memory of a host holds by the plan."""
+    if not _is_there(BATCH_SIZE):
+        return settings.per_device_train_batch_size
+    size: int | None = _load(BATCH_SIZE)(accelerator, recipe, settings)
+    return size
 
 
 def choose_folder(settings: RunSettings) -> OutputFolder:

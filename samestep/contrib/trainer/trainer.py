@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from samestep.contrib.trainer.trainer_settings import find_setting_problems
 from samestep.errors import UsageError
 from samestep.step.accumulate import total_counts
 from samestep.step.losses import IGNORED, cross_entropy_sum, nonzero, weighted_loss
@@ -32,7 +34,6 @@ from samestep.training.own_loop import (
     find_problems,
     to_counts,
 )
-from samestep.training.trainer_settings import find_setting_problems
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -103,7 +104,7 @@ class ExactTrainer(Trainer):
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
-        prepared.make_even(loader)
+        _make_even(loader)
         self._placeholder = (
             _Placeholder(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
         )
@@ -200,6 +201,23 @@ class ExactTrainer(Trainer):
         divisors = [list(pair) for pair in zip(counts.tolist(), total.tolist(), strict=True)]
         if mean := find_mean(sums, divisors):
             raise UsageError(f"loss returned a mean ({mean}), must return {SUM}, and the number of targets")
+
+
+class _EvenShard(BatchSamplerShard):
+    """A shard without repeated samples, whose length on every process is the length of the longest shard."""
+
+    def __len__(self) -> int:
+        whole = len(self.batch_sampler)
+        if self.split_batches:
+            return whole
+        return whole // self.num_processes if self.drop_last else -(-whole // self.num_processes)
+
+
+def _make_even(loader: Any) -> None:
+    """Let a prepared loader repeat no samples, and say the same length on every process, for loops that count batches."""
+    shard = prepared.find_shard(loader)
+    if type(shard) is BatchSamplerShard and shard.batch_size is not None:
+        shard.even_batches, shard.__class__ = False, _EvenShard
 
 
 def _take_rows(name: str, value: Any, size: int, num_rows: int) -> Any:

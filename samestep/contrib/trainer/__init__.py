@@ -1,0 +1,1 @@
+"""transformers' Trainer with the exact step."""
