@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from samestep.data import conversations
 from samestep.errors import exit_code
 from samestep.models.causal_lm import CausalLmSums
-from samestep.training import evaluation, generation, reference
+from samestep.training import evaluation, generation
 from samestep.training.run import Run
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     # The model returns summed losses: means of micro-batches must not be added up
     train, held_out = run.load_data(conversations.build, settings.on_bad_row, run.date)
     if recipe.objective == "dpo":
-        reference.add_reference(run, CausalLmSums, train, held_out)
+        run.add_reference(CausalLmSums)
     model, optimizer = run.prepare(CausalLmSums, train)
 
     def evaluate() -> bool:

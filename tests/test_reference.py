@@ -12,9 +12,9 @@ from common import ROOT, fresh_accelerator, launch_environment
 from run_reference import BATCH_SIZE, NUM_PAIRS, Bigrams, Pairs
 from torch import nn
 
+from samestep.contrib.reference import add_reference, reference_logps
 from samestep.errors import UsageError
 from samestep.training.launch import create_accelerator
-from samestep.training.reference import add_reference, reference_logps
 
 PAIRS = Pairs()
 

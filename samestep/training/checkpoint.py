@@ -258,21 +258,6 @@ def _flatten(moments: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Ten
     return {f"{name}/{key}": tensor for name, states in moments.items() for key, tensor in states.items()}
 
 
-def make_whole_model(accelerator: Accelerator, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
-    """Remove a model's wrapping; if it is sharded, make a whole copy by `build` instead, on process 0 only (elsewhere None).
-
-    Called by all processes.
-    """
-    if not isinstance(model, FSDPModule):
-        return accelerator.unwrap_model(model)
-    tensors = get_model_state_dict(model, options=WHOLE)  # on process 0; {} elsewhere
-    if not accelerator.is_main_process:
-        return None
-    copy = build()
-    copy.load_state_dict(tensors)
-    return copy
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from samestep.data.steps import MicroBatch, to_device
 from samestep.models import pretrained
@@ -73,6 +75,20 @@ class Network:
         """
         sums, _ = model(**to_device(batch, self.accelerator.device))
         return losses.weighted_loss(sums, num_targets, self.loss_weights), sums.detach()
+
+    def make_whole_model(self) -> Any:
+        """Remove the model's wrapping; if it is sharded, make a whole copy instead, on process 0 only (elsewhere None).
+
+        Called by all processes.
+        """
+        if not isinstance(self.model, FSDPModule):
+            return self.accelerator.unwrap_model(self.model)
+        tensors = get_model_state_dict(self.model, options=checkpoint.WHOLE)  # on process 0; {} elsewhere
+        if not self.accelerator.is_main_process:
+            return None
+        copy = self.build()
+        copy.load_state_dict(tensors)
+        return copy
 
     def forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
         """Compute a micro-batch as a script does, to try sizes of micro-batches."""

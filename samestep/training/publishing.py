@@ -1,4 +1,7 @@
-"""The results of a finished run: all_results.json, and what is printed of them. Parts of the run write pages about them."""
+"""The results of a run: its best model; all_results.json when it is finished, and what is printed of that.
+
+Parts of the run write pages about the results.
+"""
 
 import json
 import shutil
@@ -7,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.models import pretrained
 from samestep.printing import fold, write_number
 from samestep.training import checkpoint
+from samestep.training.launch import is_sharded
 from samestep.training.output_folder import read_metrics
 from samestep.training.progress import peak_memory
 
@@ -54,6 +59,18 @@ def publish(run: "Run", usage: str, best_step: int | None, facts: Mapping[str, f
     _print_summary(run, results, evaluations, usage)
     for part in run.parts:
         part.upload()
+
+
+def save_best(run: "Run", model: Any) -> None:
+    """Keep a model and the tokenizer in `best/` of the output folder, whole at any moment. Called by all processes."""
+    if is_sharded(run.accelerator):
+        model = getattr(run.network.make_whole_model(), "model", None)
+    if run.accelerator.is_main_process:
+        partial, best = run.output_dir / "best.partial", run.output_dir / "best"
+        pretrained.save_pretrained(model, run.network.trained.tokenizer, partial)
+        shutil.rmtree(best, ignore_errors=True)
+        partial.rename(best)
+    run.accelerator.wait_for_everyone()
 
 
 def describe_data(run: "Run") -> dict[str, Any]:

@@ -8,7 +8,6 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 import contextlib
 import functools
 import io
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from samestep.cut.layout import solve_layout
 from samestep.data.row_report import report_rows
 from samestep.data.steps import StepData, check_terms
 from samestep.errors import UsageError
-from samestep.models import pretrained
+from samestep.models.pretrained import find_config
 from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import run_settings
@@ -74,7 +73,7 @@ class Run:
     def __init__(self, argv: Sequence[str], task: str | Sequence[str], description: str):
         notes: list[str] = []
         self.recipe, self.settings = run_settings.parse(
-            argv, task, description, find_config=pretrained.find_config, say=notes.append
+            argv, task, description, find_config=find_config, say=notes.append
         )
         interrupt.outlive_readers()
         quiet_libraries()
@@ -177,6 +176,14 @@ class Run:
         reduction.attach(self.recovery, start.state, trained.data_fingerprints)
         return trained.model, trained.optimizer
 
+    def add_reference(self, model_class: type[SummedLosses]) -> None:
+        """Give pairs their log-probabilities under the model with which the training begins. Called by all processes.
+
+        Args:
+            model_class: class of a module of `samestep.models`.
+        """
+        ways.add_reference(self, model_class)
+
     def whole_step(self) -> batch_norm.WholeStep:
         """Make the object that computes batch normalisation of whole steps, for `RunStep.find_statistics`.
 
@@ -262,19 +269,8 @@ class Run:
             )
 
     def save_best(self, model: Any) -> None:
-        """Keep a model, the best one so far, and the tokenizer in `best/` of the output folder, whole at any moment.
-
-        Called by all processes.
-        """
-        if launch.is_sharded(self.accelerator):
-            whole = checkpoint.make_whole_model(self.accelerator, self.network.model, self.network.build)
-            model = getattr(whole, "model", None)
-        if self.accelerator.is_main_process:
-            partial, best = self.output_dir / "best.partial", self.output_dir / "best"
-            pretrained.save_pretrained(model, self.network.trained.tokenizer, partial)
-            shutil.rmtree(best, ignore_errors=True)
-            partial.rename(best)
-        self.accelerator.wait_for_everyone()
+        """Keep a model, the best one so far, and the tokenizer in `best/` of the output folder. Called by all processes."""
+        publishing.save_best(self, model)
 
     @property
     def is_finished(self) -> bool:
@@ -304,7 +300,7 @@ class Run:
             return None
         if not self.is_finished and not self.settings.rehearse:
             self.say(explain_early_end(self))
-        trained_model = checkpoint.make_whole_model(self.accelerator, self.network.model, self.network.build)
+        trained_model = self.network.make_whole_model()
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
 
     def publish(

@@ -86,6 +86,11 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
     return size
 
 
+def add_reference(run: "Run", model_class: Any) -> None:
+    """Give the pairs of a run's data their log-probabilities under the model with which the training begins."""
+    _load("samestep.contrib.reference:add_reference")(run, model_class, *run.data)
+
+
 def choose_folder(settings: RunSettings) -> OutputFolder:
     """Make the output folder of a run, which is on no disk yet."""
     place = "samestep.training.output_folder:OutputFolder"

@@ -15,7 +15,7 @@ OWN = {
         """.split(),
     "samestep.contrib": """
         accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest exact_trainer noise_scale
-        peer_copies replicas stragglers watch
+        peer_copies reference replicas stragglers watch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
@@ -28,13 +28,16 @@ SHARED = {
     "samestep.contrib": """
         accumulating advice batch_schedule benchmarks boundaries bounds checkpoint docs equivalence errors exact_steps
         exact_sum examples finetune_causal_lm finetune_classifier golden harness interrupt launch main modern muon
-        no_code optim own_loops packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
-        recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding terminal
-        train_images variants watching
+        no_code optim own_loops packaging plots preferences pretrain_bert pretrain_gpt2 printed_commands quantization
+        reading readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
+        terminal train_images variants watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
-HELPERS = {"stepplan": ["odd_inputs", "odd_runs"], "samestep.contrib": ["run_accumulating", "run_own_trainer"]}
+HELPERS = {
+    "stepplan": ["odd_inputs", "odd_runs"],
+    "samestep.contrib": ["run_accumulating", "run_own_trainer"],
+}
 """Room -> names of helpers that need it, where pytest looks for doctests."""
 MISSING = [room for room in OWN if find_spec(room) is None]
 

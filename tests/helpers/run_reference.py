@@ -11,7 +11,6 @@ from torch import nn
 
 from samestep.step.preferences import count_tokens, sequence_logps
 from samestep.training.launch import create_accelerator
-from samestep.training.reference import reference_logps
 
 NUM_PAIRS, BATCH_SIZE = 23, 4
 
@@ -68,6 +67,8 @@ class Bigrams(nn.Module):
 
 def main(folder: str) -> None:
     """Compute the numbers twice, and end the process. `folder` takes what each process has, in RANK.pt."""
+    from samestep.contrib.reference import reference_logps  # a room: others take `Pairs` without it
+
     fresh_accelerator()
     accelerator, model = create_accelerator(), Bigrams()
     results = [
