@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from common import fresh_accelerator, metrics
 from torch import nn
 
-from samestep.contrib.digests import digest_gradients, digest_step
+from samestep.contrib.digests import combine, digest_gradients, digest_step
 from samestep.errors import UsageError
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.run_settings import LanguageModelSettings
@@ -41,16 +41,16 @@ def test_a_digest_is_of_the_bytes_in_rows(dtype):
 
 def test_one_digest_of_all_covers_every_pair():
     record = {"step": 2, "parameters": {"a": "1", "b": "2"}, "moments": {"a/exp_avg": "3"}, "gradients": {"b": "4"}}
-    whole = digest.combine(record)
+    whole = combine(record)
     swapped = {"gradients": {"b": "4"}, "moments": {"a/exp_avg": "3"}, "parameters": {"b": "2", "a": "1"}, "step": 9}
-    assert digest.combine(swapped) == whole
+    assert combine(swapped) == whole
     others = [
         record | {"parameters": {"a": "2", "b": "1"}},
         record | {"parameters": {"a": "1"}},
         record | {"gradients": {"a": "4"}},
         record | {"moments": record["gradients"], "gradients": record["moments"]},
     ]
-    assert len({whole, *map(digest.combine, others)}) == 5
+    assert len({whole, *map(combine, others)}) == 5
 
 
 def test_a_run_writes_them_by_the_names_of_its_checkpoints(train):
@@ -59,7 +59,7 @@ def test_a_run_writes_them_by_the_names_of_its_checkpoints(train):
     lines = read_digests(run)
     assert [line["step"] for line in lines] == [2, 4]
     digests = [line.get("digest") for line in metrics(run)]
-    assert digests == [None, digest.combine(lines[0]), None, digest.combine(lines[1]), None]
+    assert digests == [None, combine(lines[0]), None, combine(lines[1]), None]
     tensors, moments = (checkpoint.read(run / "checkpoint-4", part) for part in ("model", "optimizer"))
     names = lines[1]["parameters"].keys()
     assert lines[1]["parameters"] == {name: digest.digest_tensor(tensors[name]) for name in names}

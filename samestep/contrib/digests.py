@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
-from samestep.training.digest import combine, digest_tensor
+from samestep.training.digest import digest_tensor
 from samestep.training.parts import Part
 from samestep.training.run import Run
 from samestep.training.run_step import RunStep
@@ -81,3 +82,10 @@ def digest_step(
         },
         "gradients": gradients,
     }
+
+
+def combine(record: dict[str, Any]) -> str:
+    """Digest a line of digests.jsonl: its pairs of name and digest, sorted by name; not its step."""
+    kinds = ((kind, digests) for kind, digests in record.items() if kind != "step")
+    pairs = sorted(f"{kind}/{name} {digest}\n" for kind, digests in kinds for name, digest in digests.items())
+    return xxhash.xxh3_64_hexdigest("".join(pairs).encode())

@@ -6,7 +6,6 @@ mean equal bits, up to a chance of 2^-64; it is no protection against forgery. `
 
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -22,13 +21,6 @@ def digest_tensor(tensor: torch.Tensor) -> str:
     """
     whole = tensor.detach().cpu().contiguous()
     return xxhash.xxh3_64_hexdigest(whole.reshape(-1).view(torch.uint8).numpy())
-
-
-def combine(record: dict[str, Any]) -> str:
-    """Digest a line of digests.jsonl: its pairs of name and digest, sorted by name; not its step."""
-    kinds = ((kind, digests) for kind, digests in record.items() if kind != "step")
-    pairs = sorted(f"{kind}/{name} {digest}\n" for kind, digests in kinds for name, digest in digests.items())
-    return xxhash.xxh3_64_hexdigest("".join(pairs).encode())
 
 
 def machine_kind(cpuinfo: Path = CPUINFO) -> str:

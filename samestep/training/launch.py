@@ -36,13 +36,6 @@ ONEDNN_KERNELS = "8192"
 """Capacity of oneDNN's cache of kernels. oneDNN generates a kernel, in 0.7 ms, for every size of a matmul in bf16; its default,
 1024, is too few for micro-batches of all sizes."""
 
-
-HOOKS = {
-    "own": DDPCommunicationHookType.NO,
-    "bf16": DDPCommunicationHookType.BF16,
-    "fp16": DDPCommunicationHookType.FP16,
-}
-"""reduce_dtype -> torch's hook of DistributedDataParallel."""
 UNSUPPORTED_FEATURES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -117,7 +110,9 @@ def create_accelerator(
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True, broadcast_buffers=False, comm_hook=HOOKS[reduce_dtype]
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                comm_hook=DDPCommunicationHookType(reduce_dtype.replace("own", "no")),
             ),
             InitProcessGroupKwargs(
                 init_method=register_rendezvous(generation) if has_old_keys else None,

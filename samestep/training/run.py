@@ -35,7 +35,6 @@ from samestep.training.parts import Part, collect_state, find_part
 from samestep.training.plan import Plan, cut_steps
 from samestep.training.recovery import Recovery
 from samestep.training.reduction import HasEnded
-from samestep.training.rehearsing import rehearse_own_kind
 from samestep.training.report import RunLog
 from samestep.training.run_step import RunStep
 from samestep.training.session_texts import describe_session, explain_early_end
@@ -83,7 +82,7 @@ class Run:
         self.say(*notes)
         if settings.rehearse:
             arguments = argv, task, description
-            self.recipe = rehearse_own_kind(accelerator, self.recipe, self.output_dir, arguments, self.say)
+            self.recipe = ways.rehearse(accelerator, self.recipe, self.output_dir, arguments, self.say)
         self.reduction = ways.choose_reduction(accelerator, self.recipe, settings)
         layout = solve_layout(
             num_processes=self.reduction.num_parts or accelerator.num_processes,

@@ -31,7 +31,7 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
-BATCH_SIZE = "samestep.contrib.host_memory:choose_batch_size"
+BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
@@ -76,6 +76,11 @@ def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
         return Accelerator
     kind: type[Accelerator] = _load("samestep.contrib.replication.replica_accelerator:ReplicaAccelerator")
     return kind
+
+
+def rehearse(accelerator: Accelerator, recipe: Any, *arguments: Any) -> Any:
+    """Find the recipe that a rehearsal trains: one with a small model of the kind that is fine-tuned, or `recipe`."""
+    return _load(REHEARSE)(accelerator, recipe, *arguments) if _is_there(REHEARSE) else recipe
 
 
 def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> int | None:
