@@ -44,7 +44,7 @@ def test_a_part_is_called_in_the_order_of_a_step(place, train, corpus):
 
     folder = train("run", f"{FLAGS} --validation_file {corpus}")
     noted = [name for name in Recorder.calls if name not in ("state", "describe")]
-    assert noted == ["start", "watch", "evaluated", *STEP, *STEP, *READ, "evaluated", "close"]
+    assert noted == ["start", "watch", "evaluated", *STEP, *STEP, *READ, "evaluated", "close", "publish", "upload"]
     assert [line["progress"] for line in metrics(folder)] == [0.5, 1.0]
 
 
