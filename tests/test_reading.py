@@ -14,7 +14,6 @@ from samestep.recipe import reading
 ROOT = Path(reading.__file__).parents[2]
 MODULES = sorted(path for room in ("samestep", "stepplan") for path in (ROOT / room).rglob("*.py"))
 OWN_FILES = {
-    "samestep/contrib/publishing/card.py": "/proc/cpuinfo",
     "samestep/training/digest.py": "/proc/cpuinfo",
     "samestep/contrib/host_memory.py": "/proc/meminfo",
     "samestep/recipe/rehearsal.py": "the command line of the parent",

@@ -36,26 +36,22 @@ def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(accuracy_score(references, predictions)) if references.size else 0.0
 
 
-def f1(predictions: np.ndarray, references: np.ndarray, average: str | None = None) -> float:
+def f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the harmonic mean of precision and recall (Chinchor 1992, MUC-4 evaluation metrics).
 
-    F1 = 2 TP / (2 TP + FP + FN) of a class, from its true positives, false positives and false negatives. 0.0 of a class, and
-    of no samples, where that is 0 / 0.
+    F1 = 2 TP / (2 TP + FP + FN) of a class, from its true positives, false positives and false negatives: of class 1, or the
+    mean over the classes that occur in either, if one is above 1. 0.0 of a class, and of no samples, where that is 0 / 0.
 
     Args:
         predictions, references: classes, int64 [samples].
-        average: "binary": F1 of class 1. "macro": mean over the classes that occur in either. Others: scikit-learn's. None:
-            binary when no class above 1 occurs in either, else macro.
     """
     from sklearn.metrics import f1_score
 
     if not references.size:
         return 0.0
-    if average is None:
-        average = "macro" if max(predictions.max(), references.max()) > 1 else "binary"
-    if average == "binary":
-        predictions, references = predictions == 1, references == 1
-    return float(f1_score(references, predictions, average=average, zero_division=0.0))
+    if max(predictions.max(), references.max()) > 1:
+        return float(f1_score(references, predictions, average="macro", zero_division=0.0))
+    return float(f1_score(references == 1, predictions == 1, zero_division=0.0))
 
 
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:

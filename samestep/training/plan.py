@@ -70,10 +70,6 @@ class Plan:
         self.order, self.num_steps, self.schedule = plan_training(self.recipe, num_samples, mixture, decided)
         self.limit()
 
-    def lay_out_again(self, decided: Sequence[Any]) -> None:
-        """Lay out the steps as other stages of a batch that grows make them."""
-        self.lay_out(self.order.num_samples, self.order.mixture, decided)
-
     def limit(self) -> None:
         """Find the step at which the session ends."""
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)

@@ -40,7 +40,7 @@ class Growth(Part):
         if size is None:
             return
         follower.grow(run.plan.order.spans.find(step.index + 1)[0], size)
-        run.plan.lay_out_again(follower.stages)
+        run.plan.lay_out(run.plan.order.num_samples, run.plan.order.mixture, follower.stages)
         run.recovery.steps.order = run.plan.order
         if run.accelerator.is_main_process:
             run.log.write_session()

@@ -18,6 +18,7 @@ from samestep.errors import UsageError
 from samestep.printing import write_number
 from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
+from samestep.training.digest import read_cpuinfo
 from samestep.training.publishing import UNITS, ends_within_a_step, name_model
 from samestep.training.run import Run
 
@@ -128,12 +129,7 @@ def device_name(device: torch.device) -> str:
     """Return the name of a device: that of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU ({models[0] if models else platform.processor() or platform.machine()})"
+    return f"CPU ({read_cpuinfo().get('model name') or platform.processor() or platform.machine()})"
 
 
 def _is_on_hub(name: str | None) -> bool:
