@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from samestep.data import conversations
 from samestep.errors import exit_code
 from samestep.models.causal_lm import CausalLmSums
-from samestep.training import evaluation, generation
+from samestep.training import evaluation
 from samestep.training.run import Run
 
 
@@ -41,8 +41,7 @@ def main(argv: list[str]) -> int:
             return False
         if run.completed_steps not in run.log.evaluated_steps:
             whole, sources = evaluation.evaluate_by_source(accelerator, model, held_out, recipe, batch_size)
-            answers = generation.judge(accelerator, run.bare_model, held_out, settings)
-            run.log.add_evaluation(run.completed_steps, whole.totals, whole.scores, answers, sources)
+            run.log.add_evaluation(run.completed_steps, whole.totals, whole.scores, sources)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
                 run.save_best(run.bare_model.model)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]

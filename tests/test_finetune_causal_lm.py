@@ -22,7 +22,7 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe import run_settings as run
 from samestep.recipe.catalog import load
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
-from samestep.training import generation, starting
+from samestep.training import starting
 from samestep.training.checkpoint import read
 
 PROGRAM = "finetune_causal_lm"
@@ -121,7 +121,7 @@ def test_sharded_weights_take_the_same_steps(finetune, reference, train_on):
     assert tensors
     assert all("lora" in name for name in tensors)
     check(finetune(name, f"{lora} --resume_from_checkpoint latest"), whole, "float64")
-    answers = [(path / generation.FILE).read_text() for path in (folder / "lora", whole)]
+    answers = [(path / "generations.jsonl").read_text() for path in (folder / "lora", whole)]
     assert answers[0] == answers[1]
 
 
@@ -137,6 +137,7 @@ def test_the_mean_of_means_fails_the_same_check(finetune, reference, after_forwa
     assert relative(parameters(cut), parameters(reference("llama", "float64"))) > 1e-3
 
 
+@pytest.mark.rooms
 def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     output_dir = finetune("run", SMALL + " --eval_steps 5")
     printed = capsys.readouterr().out
@@ -151,7 +152,7 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     assert list(evaluations(output_dir)[0])[:5] == judged
     for line in evaluations(output_dir):
         assert line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
-    answers = [json.loads(line) for line in (output_dir / generation.FILE).read_text().splitlines()]
+    answers = [json.loads(line) for line in (output_dir / "generations.jsonl").read_text().splitlines()]
     assert len(answers) == 4
     assert evaluations(output_dir)[-1]["eval_exact_match"] == sum(a["is_right"] for a in answers) / 4
     assert "random weights" in printed
@@ -159,12 +160,13 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     assert 'pipeline("text-generation"' in read_card(output_dir)
 
 
+@pytest.mark.rooms
 def test_the_saved_model_answers_in_its_chat_template(finetune):
     output_dir = finetune("run", SMALL)
     model, tokenizer = (kind.from_pretrained(output_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
     _, held_out = conversations.build(recipe)
-    answers = [json.loads(line) for line in (output_dir / generation.FILE).read_text().splitlines()]
+    answers = [json.loads(line) for line in (output_dir / "generations.jsonl").read_text().splitlines()]
     for place, answer in enumerate(answers):
         prompt, expected = (torch.from_numpy(tokens).long() for tokens in held_out.find_question(place))
         assert answer["expected"] == tokenizer.decode(expected, skip_special_tokens=True)
@@ -174,6 +176,7 @@ def test_the_saved_model_answers_in_its_chat_template(finetune):
     assert evaluations(again)[0]["eval_loss"] == pytest.approx(evaluations(output_dir)[-1]["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.rooms
 @pytest.mark.parametrize("workload", ["dpo", "lora"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
     more = f"{SMALL} --eval_steps 4 --record_samples{WORKLOADS[workload]}"
@@ -259,6 +262,7 @@ def test_preferences_are_learned_from_the_model_as_it_was(finetune):
     assert losses[-1] < losses[0] - 0.03
 
 
+@pytest.mark.rooms
 def test_the_best_model_is_left_when_asked_for(finetune):
     flags = f"{SMALL} --eval_steps 5 --learning_rate 1e-12 --metric_for_best_model exact_match --load_best_model_at_end"
     output_dir = finetune("run", flags)
@@ -269,15 +273,17 @@ def test_the_best_model_is_left_when_asked_for(finetune):
 
 
 def test_answers_are_those_of_single_prompts():
+    from samestep.contrib.generation import continue_greedily
+
     torch.manual_seed(0)
     recipe = load("sft_small_cpu", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300})
     lm = CausalLmSums.from_recipe(recipe, None).model
     lm.set_attn_implementation("sdpa")
     prompts = [row[:length] for row, length in zip(torch.randint(2, 300, (4, 9)).tolist(), (9, 9, 5, 2), strict=True)]
-    together = generation.continue_greedily(lm, prompts, 12, [1])
-    assert together == [generation.continue_greedily(lm, [prompt], 12, [1])[0] for prompt in prompts]
+    together = continue_greedily(lm, prompts, 12, [1])
+    assert together == [continue_greedily(lm, [prompt], 12, [1])[0] for prompt in prompts]
     end = together[0][5]
-    stopped = generation.continue_greedily(lm, prompts[:1], 12, [end])[0]
+    stopped = continue_greedily(lm, prompts[:1], 12, [end])[0]
     assert stopped == together[0][: together[0].index(end)]
 
 
@@ -301,6 +307,7 @@ def test_a_merge_is_measured_and_refused_where_it_loses_the_adapter(finetune, ca
     assert AutoModelForCausalLM.from_pretrained(bf16).dtype == torch.bfloat16
 
 
+@pytest.mark.rooms
 def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
     peft = pytest.importorskip("peft")
     flags = f"{SMALL}{WORKLOADS['lora']} --eval_steps 5 --load_best_model_at_end"
@@ -310,7 +317,7 @@ def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
     model, tokenizer = peft.PeftModel.from_pretrained(base, output_dir), AutoTokenizer.from_pretrained(output_dir)
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
     _, held_out = conversations.build(recipe)
-    for place, line in enumerate((output_dir / generation.FILE).read_text().splitlines()):
+    for place, line in enumerate((output_dir / "generations.jsonl").read_text().splitlines()):
         prompt = torch.from_numpy(held_out.find_question(place)[0]).long()[None]
         tokens = model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
         assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == json.loads(line)["answer"]

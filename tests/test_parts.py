@@ -8,6 +8,7 @@ from samestep.training.parts import Part
 
 FLAGS = "--global_batch_size 8 --max_train_steps 2 --logging_steps 2"
 STEP = ["begin_step", "gradient_computed", "gradient_reduced", "end_step"]
+EVALUATION = ["score", "evaluated"]
 READ = ["read", "read", "add_to_line", "add_to_line", "lines_written"]
 
 
@@ -44,7 +45,7 @@ def test_a_part_is_called_in_the_order_of_a_step(place, train, corpus):
 
     folder = train("run", f"{FLAGS} --validation_file {corpus}")
     noted = [name for name in Recorder.calls if name not in ("state", "describe")]
-    assert noted == ["start", "watch", "evaluated", *STEP, *STEP, *READ, "evaluated", "close", "publish", "upload"]
+    assert noted == ["start", "watch", *EVALUATION, *STEP, *STEP, *READ, *EVALUATION, "close", "publish", "upload"]
     assert [line["progress"] for line in metrics(folder)] == [0.5, 1.0]
 
 

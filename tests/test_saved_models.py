@@ -78,6 +78,7 @@ def test_the_trained_stop_token_is_saved_beside_the_bases(finetune, base, way):
     assert read_ends(base) == [0], "the base is as it was"
 
 
+@pytest.mark.rooms
 @pytest.mark.parametrize("way", ["", LORA], ids=["whole", "lora"])
 def test_a_trained_model_stops_where_it_was_trained_to_stop(finetune, base, way, capsys):
     """By the lines that the card prints, and in evaluations."""

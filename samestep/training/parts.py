@@ -63,6 +63,13 @@ class Part:
     def lines_written(self, lines: Sequence[dict[str, Any]]) -> None:
         """Note that these lines of steps were written."""
 
+    def score(self) -> dict[str, float]:
+        """Return further scores of an evaluation that is about to be written; a source's as SOURCE/NAME.
+
+        Called by all processes.
+        """
+        return {}
+
     def evaluated(self, line: dict[str, Any]) -> None:
         """Note that an evaluation was written."""
 

@@ -207,7 +207,6 @@ class RunLog(Part):
         step: int,
         totals: torch.Tensor,
         scores: Mapping[str, float] | None = None,
-        more_scores: Mapping[str, float] | None = None,
         sources: Mapping[str, Evaluation] | None = None,
     ) -> None:
         """Write an evaluation after `step`: its losses and other metrics.
@@ -215,16 +214,15 @@ class RunLog(Part):
         Args:
             totals: float64 [3, terms], see `evaluation.evaluate`.
             scores: other metrics by name; None: accuracies, and of a language model the perplexity.
-            more_scores: metrics beside these; those of a source have its name before a slash.
             sources: of each source of the data, its own totals and scores.
         """
         self.flush()
         metrics = self._compute_metrics(totals, scores, "eval_")
-        more = {f"eval_{name}": value for name, value in (more_scores or {}).items()}
+        more = {f"eval_{name}": value for part in self.parts for name, value in part.score().items()}
         metrics |= {name: value for name, value in more.items() if "/" not in name}
-        for source, part in (sources or {}).items():
+        for source, evaluation in (sources or {}).items():
             prefix = f"eval_{source}/"
-            metrics |= self._compute_metrics(part.totals, part.scores, prefix)
+            metrics |= self._compute_metrics(evaluation.totals, evaluation.scores, prefix)
             metrics |= {name: value for name, value in more.items() if name.startswith(prefix)}
         line = {"step": step} | metrics
         self.evaluations.append(line)

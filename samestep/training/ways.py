@@ -30,6 +30,7 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 ]
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
+ANSWERS = "samestep.contrib.generation:Answers"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
@@ -40,6 +41,7 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
+    (ANSWERS, lambda run: getattr(run.settings, "num_generations", 0) > 0 and _is_there(ANSWERS)),  # by default
     (PAGES, lambda run: run.settings.push_to_hub or _is_there(PAGES)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""

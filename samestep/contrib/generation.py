@@ -4,75 +4,76 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from samestep.models import stop_tokens
-from samestep.models.causal_lm import CausalLmSums
-from samestep.recipe.run_settings import CausalLmFineTuningSettings
 from samestep.training import sharding
+from samestep.training.parts import Part
+from samestep.training.run import Run
 
 FILE = "generations.jsonl"
 """File of the last evaluation's answers, a line each."""
 
 
-def judge(
-    accelerator: Accelerator, model: CausalLmSums, source: Any, settings: CausalLmFineTuningSettings
-) -> dict[str, float]:
-    """Let the model answer held-out prompts, the first ones of each source in turn, and measure how many answers are right:
-    equal to the data's but for spaces around them.
+class Answers(Part):
+    """Lets the model answer held-out prompts at each evaluation, the first ones of each source in turn (--num_generations).
 
-    Called by all processes, which share the work, but with sharded weights, which each token needs whole: there all compute all
-    answers together. The answers do not depend on the number of processes, since what is computed together does not. Process 0
-    writes them to `FILE` in the output folder.
+    An answer is right if it is equal to the data's but for spaces around them. All processes share the work, but with sharded
+    weights, which each token needs whole: there all compute all answers together. The answers do not depend on the number of
+    processes, since what is computed together does not. Process 0 writes them to `FILE` in the output folder.
 
-    Args:
-        accelerator: of the processes.
-        model: the same on every process.
-        source: gives by `find_question` the tokens of a prompt and of its answer. The tokenizer's eos_token ends an answer, as
-            do the tokens that end texts in the model's generation_config, among which are the trained ones.
-        settings: num_generations, generation_length, per_device_eval_batch_size and output_dir.
-
-    Returns:
-        exact_match: share of the answers that are right, and SOURCE/exact_match of each source, where there are several;
-            nothing without prompts.
+    The tokenizer's eos_token ends an answer, as do the tokens that end texts in the model's generation_config, among which are
+    the trained ones.
     """
-    ids = source.choose_samples(settings.num_generations)
-    questions = [source.find_question(sample_id) for sample_id in ids]
-    if not questions or not model.causal_lm.can_generate():  # a reward model does not
-        return {}
-    tokenizer, answers = source.tokenizer, []
-    lengths = [len(prompt) for prompt, _ in questions]
-    batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
-    is_sharded = isinstance(model, FSDPModule)
-    share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
-    with model.own_attention() as causal_lm, sharding.gathered_root(model), accelerator.autocast():
-        ends = find_ends(causal_lm, tokenizer)
-        for batch in share:
-            prompts = [questions[place][0] for place in batch]
-            texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded)
-            answers += zip(batch, texts, strict=True)
-    tokens = dict(gather_object(answers))
 
-    def read(text: Sequence[int]) -> str:
-        return tokenizer.decode(text, skip_special_tokens=True).strip()
+    def __init__(self, run: Run):
+        self.run = run
 
-    lines = []
-    for place, (prompt, expected) in enumerate(questions):
-        line = {"prompt": tokenizer.decode(prompt), "answer": read(tokens[place]), "expected": read(expected)}
-        lines.append(line | {"is_right": line["answer"] == line["expected"]})
-    if accelerator.is_main_process:
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (Path(settings.output_dir) / FILE).write_text(text, encoding="utf-8")
-    is_right: dict[str, list[bool]] = {"": [line["is_right"] for line in lines]}
-    for sample_id, line in zip(ids, lines, strict=True) if len(source.source_names) > 1 else ():
-        is_right.setdefault(f"{source.source_names[source.source_numbers[sample_id]]}/", []).append(line["is_right"])
-    return {f"{name}exact_match": sum(values) / len(values) for name, values in is_right.items()}
+    def score(self) -> dict[str, float]:
+        """Return the shares of the answers that are right.
+
+        Returns:
+            exact_match, and SOURCE/exact_match of each source, where there are several; nothing without prompts.
+        """
+        accelerator, model, settings = self.run.accelerator, self.run.bare_model, self.run.settings
+        _, source = self.run.data
+        ids = source.choose_samples(settings.num_generations)
+        questions = [source.find_question(sample_id) for sample_id in ids]
+        if not questions or not model.causal_lm.can_generate():  # a reward model does not
+            return {}
+        tokenizer, answers = source.tokenizer, []
+        lengths = [len(prompt) for prompt, _ in questions]
+        batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
+        is_sharded = isinstance(model, FSDPModule)
+        share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
+        with model.own_attention() as causal_lm, sharding.gathered_root(model), accelerator.autocast():
+            ends = find_ends(causal_lm, tokenizer)
+            for batch in share:
+                prompts = [questions[place][0] for place in batch]
+                texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded)
+                answers += zip(batch, texts, strict=True)
+        tokens = dict(gather_object(answers))
+
+        def read(text: Sequence[int]) -> str:
+            return tokenizer.decode(text, skip_special_tokens=True).strip()
+
+        lines = []
+        for place, (prompt, expected) in enumerate(questions):
+            line = {"prompt": tokenizer.decode(prompt), "answer": read(tokens[place]), "expected": read(expected)}
+            lines.append(line | {"is_right": line["answer"] == line["expected"]})
+        if accelerator.is_main_process:
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            (Path(settings.output_dir) / FILE).write_text(text, encoding="utf-8")
+        is_right: dict[str, list[bool]] = {"": [line["is_right"] for line in lines]}
+        for sample_id, line in zip(ids, lines, strict=True) if len(source.source_names) > 1 else ():
+            is_right.setdefault(f"{source.source_names[source.source_numbers[sample_id]]}/", []).append(
+                line["is_right"]
+            )
+        return {f"{name}exact_match": sum(values) / len(values) for name, values in is_right.items()}
 
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
