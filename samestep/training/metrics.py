@@ -1,21 +1,17 @@
 """Metrics of predictions: a table of functions that use scikit-learn and SciPy, and the metrics of Hugging Face evaluate.
 
 A metric that is not in the table, a name on the hub or a path, is somebody's program: it runs only where the user says so.
-scikit-learn, SciPy and evaluate are imported when a metric needs them.
+scikit-learn and SciPy are imported when a metric needs them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from samestep.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    import evaluate
 
 IGNORED = -100
 """Reference that says: nothing is to be predicted at this place."""
@@ -181,10 +177,8 @@ def compute(names: Sequence[str], predictions: Any, references: Any, trust_code:
     return values
 
 
-def load(names: Sequence[str], trust_code: bool = False) -> "dict[str, evaluate.EvaluationModule]":
+def load(names: Sequence[str], trust_code: bool = False) -> dict[str, Any]:
     """Load the metrics that are not local, as modules of Hugging Face evaluate, by their names.
-
-    The modules keep their samples in memory, so that runs at the same time have no file in common.
 
     Raises:
         UsageError: names that are not local and not trusted, or that do not load.
@@ -198,39 +192,8 @@ def load(names: Sequence[str], trust_code: bool = False) -> "dict[str, evaluate.
                 for name in external_names
             ]
         )
-    modules, problems = {}, []
-    for name in external_names:
-        try:
-            modules[name] = _load(name)
-        except Exception as error:  # of any kind: a module of the hub is somebody's program
-            problems.append(
-                f"metrics is {name!r}, which is not local ({nearest(name, METRICS)}). Metrics of the hub need the network, "
-                f"and this one did not load: {type(error).__name__}: {' '.join(str(error).split())}"
-            )
-    if problems:
-        raise UsageError(problems)
-    return modules
+    if not external_names:
+        return {}
+    from samestep.training import ways  # with torch, which local metrics do not need
 
-
-def _load(name: str) -> "evaluate.EvaluationModule":
-    import evaluate
-
-    with _offline_and_quiet():
-        return evaluate.load(name, module_type="metric", keep_in_memory=True)
-
-
-@contextmanager
-def _offline_and_quiet() -> Iterator[None]:
-    """Keep evaluate off the network when huggingface_hub is offline, which it ignores by itself, and from drawing bars."""
-    import evaluate
-    from huggingface_hub import is_offline_mode
-
-    offline, drew_bars = evaluate.config.HF_EVALUATE_OFFLINE, evaluate.is_progress_bar_enabled()
-    evaluate.config.HF_EVALUATE_OFFLINE = offline or is_offline_mode()
-    evaluate.disable_progress_bar()
-    try:
-        yield
-    finally:
-        evaluate.config.HF_EVALUATE_OFFLINE = offline
-        if drew_bars:
-            evaluate.enable_progress_bar()
+    return ways.load_metrics(external_names)

@@ -1,7 +1,7 @@
 """The one list of what is not the usual way; what `samestep.contrib` holds is imported here alone, when a run asks for it."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,12 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
         return settings.per_device_train_batch_size
     size: int | None = _load(BATCH_SIZE)(accelerator, recipe, settings)
     return size
+
+
+def load_metrics(names: Sequence[str]) -> dict[str, Any]:
+    """Load metrics that are programs of others, by their names on the hub or their paths."""
+    modules: dict[str, Any] = _load("samestep.contrib.hub_metrics:load_metrics")(names)
+    return modules
 
 
 def add_reference(run: "Run", model_class: Any) -> None:

@@ -27,7 +27,7 @@ SHARED = {
         """.split(),
     "samestep.contrib": """
         accumulating advice batch_schedule benchmarks boundaries bounds checkpoint docs equivalence errors exact_steps
-        exact_sum examples finetune_causal_lm finetune_classifier golden harness interrupt launch main modern muon
+        exact_sum examples finetune_causal_lm finetune_classifier golden harness interrupt launch main metrics modern muon
         no_code optim own_loops packaging plots preferences pretrain_bert pretrain_gpt2 printed_commands quantization
         reading readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
         terminal train_images variants watching
