@@ -14,7 +14,6 @@ from chat_bases import EXPERTS, save_base, write_chats
 from common import PLANNED, ROOT, fresh_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from samestep.contrib import host_memory
 from samestep.errors import UsageError
 from samestep.models import small_model
 from samestep.recipe import rehearsal
@@ -83,6 +82,8 @@ class _Cpu:
 @pytest.fixture
 def free(monkeypatch):
     """Give the machine so many free bytes."""
+    from samestep.contrib import host_memory
+
     fresh_accelerator()
     PartialState(cpu=True)
     return lambda size: monkeypatch.setattr(host_memory, "read_free_bytes", lambda: size)
@@ -90,6 +91,8 @@ def free(monkeypatch):
 
 @pytest.mark.rooms
 def test_what_memory_does_not_hold_is_refused_on_a_cpu(free):
+    from samestep.contrib import host_memory
+
     recipe = load("bert_large_phase1")
 
     def choose(flags: str = "") -> int | None:
@@ -114,6 +117,8 @@ def test_what_memory_does_not_hold_is_refused_on_a_cpu(free):
 
 
 def test_free_memory_is_read():
+    from samestep.contrib import host_memory
+
     size = host_memory.read_free_bytes()
     assert size is None or 2**20 < size < 2**50
 
@@ -143,6 +148,7 @@ def rehearse(train, tmp_path, monkeypatch):
 WIDE = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32}
 
 
+@pytest.mark.rooms
 def test_a_rehearsal_trains_the_kind_of_model_that_the_run_trains(rehearse, tmp_path):
     """Two layers of a Qwen3 with the tokenizer, the template, the adapters and the merge of the run; no weights are read."""
     base = save_base(tmp_path / "base", "qwen3", **WIDE, dtype=torch.bfloat16)
@@ -159,6 +165,7 @@ def test_a_rehearsal_trains_the_kind_of_model_that_the_run_trains(rehearse, tmp_
     assert text == f"a small qwen3 of random weights in place of {base}: the same kinds of layers, few and narrow"
 
 
+@pytest.mark.rooms
 def test_what_the_run_refuses_the_rehearsal_refuses(rehearse, tmp_path):
     """Experts of a mixture are no module with that name."""
     base = save_base(tmp_path / "base", "qwen3_moe", **WIDE, **EXPERTS)
@@ -166,6 +173,7 @@ def test_what_the_run_refuses_the_rehearsal_refuses(rehearse, tmp_path):
         rehearse(base, f"{LORA} --lora_targets q_proj gate_proj")
 
 
+@pytest.mark.rooms
 def test_a_rehearsal_of_an_unknown_model_says_that_it_trains_another_one(rehearse, tmp_path, capsys):
     base = save_base(tmp_path / "base")
     (base / "config.json").write_text('{"model_type": "no such model"}')
