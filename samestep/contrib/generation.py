@@ -1,17 +1,18 @@
 """Lets a causal language model answer held-out prompts, and counts the answers that are exactly the data's."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from samestep.models import stop_tokens
-from samestep.training import sharding
 from samestep.training.parts import Part
 from samestep.training.run import Run
 
@@ -50,7 +51,7 @@ class Answers(Part):
         batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
         is_sharded = isinstance(model, FSDPModule)
         share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
-        with model.own_attention() as causal_lm, sharding.gathered_root(model), accelerator.autocast():
+        with model.own_attention() as causal_lm, _gathered_root(model), accelerator.autocast():
             ends = find_ends(causal_lm, tokenizer)
             for batch in share:
                 prompts = [questions[place][0] for place in batch]
@@ -74,6 +75,21 @@ class Answers(Part):
                 line["is_right"]
             )
         return {f"{name}exact_match": sum(values) / len(values) for name, values in is_right.items()}
+
+
+@contextlib.contextmanager
+def _gathered_root(model: nn.Module) -> Iterator[None]:
+    """Let parts of a model be called within this context: what no layer of its own holds is gathered, if it is sharded.
+
+    Called by all processes, which must call the same parts. The model has computed a forward before.
+    """
+    if isinstance(model, FSDPModule):
+        model.unshard()
+    try:
+        yield
+    finally:
+        if isinstance(model, FSDPModule):
+            model.reshard()
 
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -52,8 +52,10 @@ class Capacity:
             self.fails = num_samples if self.fails is None else min(self.fails, num_samples)
             self.fits = 0 if self.fits >= self.fails else self.fits
 
-    def write(self) -> None:
-        """Write the numbers to the file. If it cannot be written, the run goes on without it."""
+    def write(self, accelerator: Accelerator) -> None:
+        """Let process 0 write the numbers to the file, for later runs. If it cannot be written, the run goes on without it."""
+        if not accelerator.is_main_process:
+            return
         values = {name: value for name, value in dataclasses.asdict(self).items() if name != "key"}
         try:
             FILE.parent.mkdir(parents=True, exist_ok=True)

@@ -62,8 +62,7 @@ def choose_kernel(
         capacity = recall(accelerator, recipe, settings)
         if capacity.way not in candidates:
             capacity.way = _measure_fastest(accelerator, model, source, candidates)
-            if accelerator.is_main_process:
-                capacity.write()
+            capacity.write(accelerator)
         name = capacity.way
     candidates[name]()
     if alternatives:

@@ -72,7 +72,7 @@ def fit_micro_batch(recovery: Recovery, forward_backward: ForwardBackward) -> No
         middle = (upper + lower) // 2
         upper, lower = (middle, lower) if fits(-(-target_size // middle)) else (upper, middle)
     if previous != (capacity.fits, capacity.fails):
-        recovery.remember()
+        capacity.write(accelerator)
     if upper > 1:
         num_samples = -(-target_size // upper)
         max_tokens = steps.max_tokens and num_samples * steps.source.max_length
@@ -99,7 +99,7 @@ def _choose_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> No
     limit = steps.max_longest_samples
     if capacity.at_once is None:
         capacity.at_once = _measure_fastest(recovery, forward_backward, limit)
-        recovery.remember()
+        capacity.write(recovery.accelerator)
     if capacity.at_once < limit:
         steps.set_caps(*steps.find_caps(capacity.at_once))
         size = capacity.at_once * steps.source.max_length

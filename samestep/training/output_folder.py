@@ -236,8 +236,3 @@ def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str,
     """
     lines = list(run_files.read_lines(output_dir / "metrics.jsonl"))
     return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
-
-
-def read_noise(output_dir: Path) -> list[dict[str, Any]]:
-    """Read the lines of noise.jsonl; see `read_metrics`."""
-    return list(run_files.read_lines(output_dir / "noise.jsonl"))

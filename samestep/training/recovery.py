@@ -144,7 +144,7 @@ class Recovery:
     def _cut_smaller(self, step: int) -> None:
         """Cut a step into smaller micro-batches. Called by all processes after a failed attempt."""
         self.capacity.note(self.steps.max_longest_samples, has_fit=False)
-        self.remember()
+        self.capacity.write(self.accelerator)
         self.model.zero_grad(set_to_none=True)
         if isinstance(self.model, DistributedDataParallel):
             torch_distributed.begin_again(self.model, **self.accelerator.ddp_handler.to_kwargs())
@@ -160,11 +160,6 @@ class Recovery:
         if self.steps.max_tokens is not None:
             caps["per_device_train_tokens"] = self.steps.max_tokens
         self.log.add_event(step + 1, "memory ran out: the step is done again in smaller micro-batches", **caps)
-
-    def remember(self) -> None:
-        """Write for later runs how many samples fit into memory."""
-        if self.accelerator.is_main_process:
-            self.capacity.write()
 
     def count_collectives(self) -> int:
         """Count the collectives that DDP's process group has begun."""

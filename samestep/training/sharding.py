@@ -16,9 +16,7 @@ each group has all of them. Micro-batches reduce gradients within the group; in 
 over the groups: one reduction between machines per step.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from samestep._internals.torch_operators import embedding_backward
 
@@ -150,18 +148,3 @@ def shard_frozen(accelerator: Accelerator, model: nn.Module, method: str) -> Non
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, method)
-
-
-@contextlib.contextmanager
-def gathered_root(model: nn.Module) -> Iterator[None]:
-    """Let parts of a model be called within this context: what no layer of its own holds is gathered, if it is sharded.
-
-    Called by all processes, which must call the same parts. The model has computed a forward before.
-    """
-    if isinstance(model, FSDPModule):
-        model.unshard()
-    try:
-        yield
-    finally:
-        if isinstance(model, FSDPModule):
-            model.reshard()

@@ -31,6 +31,7 @@ from samestep.contrib.watching import watch
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
 from samestep.recipe.batch_schedule import BatchSchedule
+from samestep.recipe.run_files import read_lines
 from samestep.step.exact_sum import ExactSum
 from samestep.training import checkpoint, output_folder
 
@@ -251,7 +252,8 @@ def _resume() -> None:
     folder = Path()
     output_folder.prepare_lines(folder, 30, NUM_STEPS)
     steps, evaluations = output_folder.read_metrics(folder)
-    charts.draw_training(steps, evaluations, ["lm"], "a run", output_folder.read_noise(folder)).savefig(io.BytesIO())
+    noises = list(read_lines(folder / "noise.jsonl"))
+    charts.draw_training(steps, evaluations, ["lm"], "a run", noises).savefig(io.BytesIO())
 
 
 def _replicas() -> None:

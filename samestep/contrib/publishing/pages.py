@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.contrib.publishing import card, charts
-from samestep.training.output_folder import read_metrics, read_noise
+from samestep.recipe.run_files import read_lines
+from samestep.training.output_folder import read_metrics
 from samestep.training.parts import Part
 from samestep.training.run import Run
 
@@ -23,7 +24,8 @@ class Pages(Part):
         run, terms = self.run, list(self.run.recipe.loss_weights)
         training, data = card.Training(run), run.recipe.data_name
         title = f"{training.title}, {run.recipe.name}{f' on {data}' if data else ''} ({datetime.date.today()})"
-        chart = charts.draw_training(*read_metrics(run.output_dir), terms, title, read_noise(run.output_dir))
+        noises = list(read_lines(run.output_dir / "noise.jsonl"))
+        chart = charts.draw_training(*read_metrics(run.output_dir), terms, title, noises)
         chart.savefig(run.output_dir / "loss.png")
         pictures = [name for name in PICTURES if (run.output_dir / name).exists()]
 
