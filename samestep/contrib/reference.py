@@ -23,7 +23,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from samestep.data.steps import MicroBatch
 from samestep.errors import UsageError
@@ -105,7 +105,7 @@ def reference_logps(
     if (values := broadcast_object_list(known)[0]) is not None:
         return values
     if launch.is_sharded(accelerator) and not isinstance(model, FSDPModule):
-        sharding.shard_frozen(accelerator, model, "sequence_log_probabilities")
+        _shard_frozen(accelerator, model, "sequence_log_probabilities")
     num_terms = len(source.collate([])["counts"])
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -122,6 +122,27 @@ def reference_logps(
     if accelerator.is_main_process:
         _write(path, fingerprint, values)
     return values
+
+
+def _shard_frozen(accelerator: Accelerator, model: nn.Module, method: str) -> None:
+    """Shard a whole model that is not trained, in place, as `sharding.prepare` shards one that is.
+
+    Args:
+        accelerator: its plugin's policy decides in which type weights are gathered.
+        model: sharded by the classes in its `_no_split_modules`.
+        method: name of the method that is called in place of its forward.
+    """
+    policy, mesh = accelerator.state.fsdp_plugin.mixed_precision_policy, sharding.find_mesh(accelerator)
+    model.requires_grad_(False)
+    if policy is sharding.HALF_PRECISION:
+        if norms := sharding.find_norms(model):
+            fully_shard(norms, mesh=mesh, mp_policy=sharding.WHOLE_PRECISION, reshard_after_forward=False)
+        sharding.widen_embeddings(model)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, method)
 
 
 class _Pairs(nn.Module):

@@ -25,7 +25,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from samestep._internals.torch_operators import embedding_backward
 
@@ -55,23 +55,23 @@ def prepare(
     if accelerator.state.fsdp_plugin.mixed_precision_policy is HALF_PRECISION:
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-        if norms := _find_norms(model):
-            fully_shard(norms, mesh=_find_mesh(accelerator), mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
+        if norms := find_norms(model):
+            fully_shard(norms, mesh=find_mesh(accelerator), mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
             _set_parameters(optimizer, groups, model)
-        _widen_embeddings(model)
+        widen_embeddings(model)
         model, optimizer = accelerator.prepare(model, optimizer)
         # Accelerate finds the optimizer's parameters by address: those that have no rows on this process have the same one
         _set_parameters(optimizer, groups, model)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
-    if _find_mesh(accelerator) is not None:
+    if find_mesh(accelerator) is not None:
         model.register_forward_pre_hook(functools.partial(_reduce_between_groups_once, accelerator))
     if accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     return model, optimizer
 
 
-def _find_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+def find_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     """Find the mesh of the processes, [groups, processes of a group]; None: all divide the weights."""
     mesh = accelerator.torch_device_mesh
     return None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
@@ -82,7 +82,7 @@ def _reduce_between_groups_once(accelerator: Accelerator, model: nn.Module, _: A
     model.set_requires_all_reduce(accelerator.sync_gradients)
 
 
-def _find_norms(model: nn.Module) -> list[nn.Module]:
+def find_norms(model: nn.Module) -> list[nn.Module]:
     """Find the modules without children whose parameters are vectors: normalisations."""
     norms = []
     for module in model.modules():
@@ -99,7 +99,7 @@ def _set_parameters(optimizer: torch.optim.Optimizer, groups: list[list[str]], m
         group["params"] = [parameters[name] for name in names]
 
 
-def _widen_embeddings(model: nn.Module) -> None:
+def widen_embeddings(model: nn.Module) -> None:
     """Let embeddings give rows in float32, and add up their gradients in float32."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -127,24 +127,3 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (ids,) = ctx.saved_tensors
         return embedding_backward(gradient, ids, ctx.num_rows, ctx.padding_idx).to(ctx.dtype), None, None
-
-
-def shard_frozen(accelerator: Accelerator, model: nn.Module, method: str) -> None:
-    """Shard a whole model that is not trained, in place, as `prepare` shards one that is.
-
-    Args:
-        accelerator: its plugin's policy decides in which type weights are gathered.
-        model: sharded by the classes in its `_no_split_modules`.
-        method: name of the method that is called in place of its forward.
-    """
-    policy, mesh = accelerator.state.fsdp_plugin.mixed_precision_policy, _find_mesh(accelerator)
-    model.requires_grad_(False)
-    if policy is HALF_PRECISION:
-        if norms := _find_norms(model):
-            fully_shard(norms, mesh=mesh, mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
-        _widen_embeddings(model)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, method)
