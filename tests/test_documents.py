@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.contrib.builtin import python_docs
 from samestep.data import documents, row_report
 from samestep.data.documents import load_rows, split_documents, split_sentences
 from samestep.errors import UsageError
@@ -484,22 +485,22 @@ def test_the_hub_out_of_reach(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def python_docs():
+def pages():
     """Those of the session's cache, which other tests fill, too."""
     return load_name("builtin/python_docs")["text"][:]
 
 
-def test_python_docs(python_docs):
-    assert 300 < len(python_docs) < 1000
-    assert 1_500_000 < sum(map(len, python_docs)) < 4_000_000
-    assert min(map(len, python_docs)) >= documents.MIN_BUILTIN
-    assert len(set(python_docs)) == len(python_docs)
+def test_python_docs(pages):
+    assert 300 < len(pages) < 1000
+    assert 1_500_000 < sum(map(len, pages)) < 4_000_000
+    assert min(map(len, pages)) >= python_docs.MIN_BUILTIN
+    assert len(set(pages)) == len(pages)
     assert not {"antigravity", "this", "idlelib.run"} & set(sys.modules)  # read, not imported
-    lines = [line.strip() for text in python_docs for line in text.splitlines()]
+    lines = [line.strip() for text in pages for line in text.splitlines()]
     assert not [line for line in lines if line.startswith(">>> ") or (len(line) > 3 and set(line) <= set("-=*~+ "))]
 
 
-def test_python_docs_are_in_order_and_whole(python_docs):
+def test_python_docs_are_in_order_and_whole(pages):
     """Topics, then modules by name; within a module, docstrings by line."""
     starts = [
         "Compound statements",
@@ -507,13 +508,13 @@ def test_python_docs_are_in_order_and_whole(python_docs):
         "Heap queue algorithm",
         "Text wrapping and filling.",
     ]
-    places = [next(i for i, text in enumerate(python_docs) if text.startswith(start)) for start in starts]
+    places = [next(i for i, text in enumerate(pages) if text.startswith(start)) for start in starts]
     assert places == sorted(places)
-    wrapping = python_docs[places[-1]]
+    wrapping = pages[places[-1]]
     parts = ["Object for wrapping/filling text.", "wrap(text : string)", "Wrap a single paragraph", "Remove any common"]
     assert sorted(parts, key=wrapping.index) == parts
     # a topic that another quotes whole is not a document of its own, or it could be held out and trained on at once
-    assert [i for i, text in enumerate(python_docs) if 'The "while" statement is used for' in text] == places[:1]
+    assert [i for i, text in enumerate(pages) if 'The "while" statement is used for' in text] == places[:1]
 
 
 def test_python_docs_are_cached_by_the_version(monkeypatch):
@@ -552,7 +553,7 @@ def last(): "Last."
 '''
     nested = ["Inner.", "\\d is no escape.", "Nested.", "Finally."]
     expected = ["Module: naïve.", "Class.", "First.\n\n    Indented.\nNot.", *nested, "Last."]
-    assert documents._docstrings(source) == expected
+    assert python_docs._docstrings(source) == expected
 
 
 def test_prose_leaves_out_rules_and_examples():
@@ -570,7 +571,7 @@ Some code:
 
 x - y == 3 -- still here, and ...
 """
-    assert documents._prose(text) == "Title\n\n  | a   | b... |\n\nSome code:\n\nx - y == 3 -- still here, and ..."
+    assert python_docs._prose(text) == "Title\n\n  | a   | b... |\n\nSome code:\n\nx - y == 3 -- still here, and ..."
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.1, 10), (0.126, 13), (0.001, 2), (0.98, 98)])

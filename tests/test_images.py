@@ -371,9 +371,7 @@ def test_a_dataset_that_cannot_be_reached():
     recipe = make_recipe(None, train_dir=None, dataset_name="nobody/nothing")
     assert "dataset_name 'nobody/nothing' (config None, split None): " in problem(lambda: images.build(recipe))
     recipe = make_recipe(None, train_dir=None, dataset_name="builtin/digit")
-    assert "'builtin/digit' does not exist: the only one built in is builtin/digits" in problem(
-        lambda: images.build(recipe)
-    )
+    assert "'builtin/digit' does not exist: did you mean builtin/digits?" in problem(lambda: images.build(recipe))
 
 
 @pytest.mark.parametrize("num_channels", [1, 3])

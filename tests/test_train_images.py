@@ -13,7 +13,8 @@ from compare import same_weights, untimed_metrics
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from samestep.data import captchas, images
+from samestep.contrib.builtin import captchas
+from samestep.data import images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm
 from samestep.recipe.catalog import load

@@ -1,4 +1,4 @@
-"""Reads conversations, pairs of answers and texts from files, from the hub, or drawn, to rows of one form.
+"""Reads conversations, pairs of answers and texts from files, from the hub, or built-in, to rows of one form.
 
 A row is turns or a text before the answer, and one answer, or a preferred and a rejected one (see `row_forms`). A row with a
 fault is a row, too, with its column `problem`.
@@ -8,15 +8,14 @@ import glob
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import doctest_chats, documents, drawn_chats, row_forms, row_report
+from samestep.data import documents, row_forms, row_report
 from samestep.data.arrow import hash_modules, hash_parts
-from samestep.data.drawn_chats import SPLITS
+from samestep.data.builtin import BUILTIN, find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
 from samestep.errors import UsageError, nearest
@@ -31,11 +30,6 @@ else:
 NAMES = ("columns", "row", "place", "source", "problem", "unused")
 FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None
 HELD_OUT = "validation_file"
-DOCTESTS = "builtin/doctests"
-BUILTIN = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: False}
-"""Name of data that need no download -> whether its rows are pairs."""
-
-
 READING = (__name__, row_forms.__name__, row_report.__name__)
 """Modules that read rows: what they have cached is made anew when they change."""
 MAX_SOURCES = 20
@@ -70,10 +64,10 @@ def load_sources(recipe: Any) -> list[Source]:
     if (not recipe.train_file) == (not recipe.dataset_name):
         raise UsageError(
             f"give exactly one of train_file and dataset_name, not {'both' if recipe.train_file else 'neither'}; "
-            f"dataset_name {next(iter(BUILTIN))} needs no download"
+            f"dataset_name {next(iter(BUILTIN['conversations']))} needs no download"
         )
     entries = list(recipe.train_file or recipe.dataset_name)
-    builtins = [entry for entry in entries if entry.startswith("builtin/")]
+    builtins = [entry for entry in entries if is_builtin(entry)]
     if builtins and recipe.validation_file is not None:
         raise UsageError(
             f"validation_file is set, but {builtins[0]} has held-out samples too: leave it out, or give train_file"
@@ -105,7 +99,7 @@ def load_sources(recipe: Any) -> list[Source]:
     sources = []
     for entry in ["train_file"] if "train_file" in good else entries:
         if entry in builtins:
-            sources.append(_load_builtin_source(recipe, entry, options["wants_pairs"]))
+            sources.append(find_builtin("conversations", split_name(entry)[0])(recipe, entry))
             continue
         try:
             parts = _hold_out(recipe, good[entry])
@@ -162,15 +156,6 @@ def _check_files_differ(entries: Sequence[str]) -> None:
                 raise UsageError(
                     f"{file} is in two sources, {owner} and {entry}: name it once, and give it the sum of the weights"
                 )
-
-
-def _load_builtin_source(recipe: Any, entry: str, wants_pairs: bool) -> Source:
-    sizes = recipe.num_train_samples, recipe.num_validation_samples
-    train, held_out = (
-        load_builtin(recipe, entry, split, size, wants_pairs) for split, size in zip(SPLITS, sizes, strict=True)
-    )
-    size = len(train) + len(held_out)
-    return Source(entry, train, held_out, RowReport(entry, size, size, columns=train[0]["columns"].split(", ")))
 
 
 def _hold_out(recipe: Any, rows: Dataset) -> tuple[Dataset, Dataset]:
@@ -267,64 +252,6 @@ def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -
     return dataset.map(
         read, with_indices=True, remove_columns=dataset.column_names, features=FEATURES, new_fingerprint=key
     )
-
-
-def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, wants_pairs: bool) -> Dataset:
-    """Load the rows of a split of data that need no download: they are drawn, or examples of Python's own modules.
-
-    Args:
-        entry: of dataset_name, see `BUILTIN`.
-        split: train or validation.
-        num_samples: to draw; examples are as many as there are.
-    """
-    name, config, _ = split_name(entry)
-    if name not in BUILTIN:
-        raise UsageError(f"dataset_name {name!r} does not exist: {nearest(name, BUILTIN)}")
-    if BUILTIN[name] != wants_pairs:
-        other = next(other for other, has_pairs in BUILTIN.items() if has_pairs == wants_pairs)
-        raise UsageError(
-            f"dataset_name is {name}, but objective {recipe.objective} needs {other}: set dataset_name to it"
-        )
-    config = config or recipe.dataset_config_name
-    if name == DOCTESTS:
-        if config is not None:
-            raise UsageError(f"dataset_name {name} has no configuration, but {config} was given: leave it out")
-        key = (sys.version, split, hash_modules(doctest_chats.__name__, *READING))
-        return documents.cache_rows(_doctest_rows, FEATURES, key=key, split=split)
-    if num_samples is None:
-        field = "num_train_samples" if split == "train" else "num_validation_samples"
-        raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
-    drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
-    draws = (name, num_samples, drawn, hash_modules(drawn_chats.__name__, *READING))
-    return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
-
-
-def _drawn_rows(name: str, num_samples: int, seed: int, split: str, level: str) -> Iterator[dict[str, str | None]]:
-    columns = "prompt, chosen, rejected" if BUILTIN[name] else "messages"
-    for sample_id in range(num_samples):
-        chat = drawn_chats.draw_chat(seed, split, sample_id, level)
-        answers = [chat.answer, chat.wrong] if BUILTIN[name] else [chat.answer]
-        place = f"{name}, {split} {sample_id}"
-        yield _make_row(columns, chat.messages, answers, place, chat.task)
-
-
-def _doctest_rows(split: str) -> Iterator[dict[str, str | None]]:
-    for example in doctest_chats.find_examples():
-        if example.split == split:
-            turns = [{"role": "user", "content": example.prompt}]
-            yield _make_row("messages", turns, [example.answer], f"{DOCTESTS}, {example.module}", "doctests")
-
-
-def _make_row(
-    columns: str, turns: Sequence[Mapping], answers: Sequence[str], place: str, source: str
-) -> dict[str, str | None]:
-    row = {
-        "prompt": turns,
-        "answers": [[{"role": "assistant", "content": answer}] for answer in answers],
-        "tools": None,
-        "trains_prompt": True,
-    }
-    return dict(zip(NAMES, (columns, json.dumps(row), place, source, None, ""), strict=True))
 
 
 def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str, str | None]]:

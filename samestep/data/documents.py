@@ -1,13 +1,10 @@
 """Text to pretrain on, as documents: local files, the Hugging Face hub, or the documentation that ships with Python."""
 
-import ast
 import glob
 import json
 import os
 import re
 import sys
-import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +16,7 @@ import numpy as np
 
 from samestep.data import row_report, tables
 from samestep.data.arrow import hash_modules, hash_parts
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
@@ -39,7 +37,6 @@ EMPTY = "holds no document: it is empty or blank. Leave it out."
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_TABLES = 100  # tables of which it is said how their cells are told apart
 MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
-MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
 def load_rows(
@@ -91,16 +88,14 @@ def load_rows(
         raise UsageError(
             f"give exactly one of train_file and dataset_name, not {sources}; builtin/python_docs needs no download."
         )
-    builtin = dataset_name is not None and dataset_name.startswith("builtin/")
-    if builtin and dataset_name not in BUILTIN:
-        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, BUILTIN)}.")
-    if (train_file or builtin) and (dataset_config_name is not None or split != "train"):
+    load = find_builtin("documents", dataset_name) if is_builtin(dataset_name) else None
+    if (train_file or load) and (dataset_config_name is not None or split != "train"):
         raise UsageError(
             f"dataset_config_name={dataset_config_name!r} and split={split!r} select a part of a dataset on the hub; "
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
-    if builtin:
-        return row_report.Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version), row_report.Notes())
+    if load:
+        return row_report.Table(load(), row_report.Notes())
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
@@ -675,76 +670,3 @@ ROW_READERS: dict[str, Any] = {
     ".parquet": read_parquet,
 }
 READERS = {".txt": _read_blocks} | ROW_READERS
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the documentation that ships with Python
-
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, as doctest reads it
-_RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
-
-
-def python_pages() -> Iterator[tuple[str, str]]:
-    """Read every topic of the language reference, then every module of the standard library, sorted by name.
-
-    A module's page is the docstrings of the module and of its classes and functions in source order, read from the source:
-    nothing is imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. A topic that another
-    topic quotes whole is left out: held out, it would be known.
-
-    Yields:
-        `reference`, or the package or module that a file belongs to (`asyncio`), and the text.
-    """
-    from pydoc_data.topics import topics
-
-    pages = [_prose(text) for _, text in sorted(topics.items())]
-    yield from (("reference", p) for p in pages if not any(p in page and p != page for page in pages))
-    for parts, source in _python_sources():
-        yield parts[0], _prose("\n\n".join(_docstrings(source)))
-
-
-def python_docstrings() -> Iterator[tuple[str, str]]:
-    """Read the docstrings of the standard library that hold examples at the `>>>` prompt: name of the module, and the text."""
-    for parts, source in _python_sources():
-        if b">>>" in source:
-            yield from ((".".join(parts), text) for text in _docstrings(source) if ">>>" in text)
-
-
-def _python_sources() -> Iterator[tuple[tuple[str, ...], bytes]]:
-    """Read the modules of the standard library, sorted by name: the parts of the name (`asyncio`, `queues`), and the source."""
-    root = sysconfig.get_path("stdlib")
-    files = {}
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _SKIPPED_FOLDERS
-        paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        files |= {path.relative_to(root).with_suffix("").parts: path for path in paths}
-    yield from ((parts, files[parts].read_bytes()) for parts in sorted(files))
-
-
-def _python_docs() -> Iterator[dict[str, str]]:
-    """Make a document of each page of `python_pages` of `MIN_BUILTIN` characters or more."""
-    yield from ({"text": page} for _, page in python_pages() if len(page) >= MIN_BUILTIN)
-
-
-def _docstrings(source: bytes) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in someone else's source
-        nodes = list(_statements(ast.parse(source)))
-    node_types = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in nodes if isinstance(node, node_types) and (text := ast.get_docstring(node))]
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Visit the node and the statements inside it, in source order; `ast.walk` would visit every expression as well."""
-    yield node
-    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for child in getattr(node, field, ()):
-            yield from _statements(child)
-
-
-def _prose(text: str) -> str:
-    text = _RULER.sub("", _DOCTEST.sub("", text.expandtabs()))
-    return re.sub(r"\n\s*\n", "\n\n", text).strip()
-
-
-BUILTIN = {"builtin/python_docs": _python_docs}

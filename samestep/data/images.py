@@ -1,4 +1,4 @@
-"""Labelled images as samples: a folder per class, a dataset of the hub, or scikit-learn's handwritten digits.
+"""Labelled images as samples: a folder per class, a dataset of the hub, or built-in ones.
 
 A sample is drawn as (epoch, sample id) and decoded only where it is collated, because every process draws the whole global
 batch. How it is cropped, flipped or shifted is drawn from (seed, epoch, sample id), so that its pixels are the same in any
@@ -30,6 +30,7 @@ from transformers import BaseImageProcessor
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import hash_parts
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.documents import load_hub
 from samestep.data.row_report import Problem, RowReport
 from samestep.errors import RunError, UsageError, is_utf8
@@ -55,7 +56,6 @@ FORMATS = tuple(
 )
 USUAL_SUFFIXES = (".png", ".jpg", ".tif", ".gif", ".webp", ".bmp")  # for messages
 DARK = 4095  # largest value of 12 bits: cameras write them into 16, where they are nearly black
-DIGITS = "builtin/digits"
 CENTRE = 224 / 256  # share of the short side that held-out images are cropped to, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
 MAX_NAMES = 10  # names in a message at most
@@ -84,6 +84,7 @@ class Store:
         labels: int64 [images].
         columns, unused: names of columns that are read, and of others.
         notes: lines on the source for people.
+        is_encoded: whether images have to be decoded, which may fail.
     """
 
     description: str
@@ -92,6 +93,7 @@ class Store:
     columns: Sequence[str] = ()
     unused: Sequence[str] = ()
     notes: Sequence[str] = ()
+    is_encoded: bool = True
 
     def open(self, row: int) -> Image.Image:
         """Open an image, which Pillow may not have decoded yet."""
@@ -182,8 +184,8 @@ class Images:
                 np.multiply(self._pixels(samples[place]).reshape(values.shape[1:]), self.factor, out=values[place])
                 values[place] += self.offset
 
-        # Pillow lets other threads run while it decodes. A DataLoader's worker has one thread; digits need no decoding.
-        num_threads = 1 if isinstance(self.store, Digits) else torch.get_num_threads()
+        # Pillow lets other threads run while it decodes. A DataLoader's worker has one thread.
+        num_threads = torch.get_num_threads() if self.store.is_encoded else 1
         with ThreadPoolExecutor(num_threads) as pool:
             # Thread i of n fills the rows i, i + n, i + 2 n, ... of `values`
             list(pool.map(fill, (range(first, len(samples), num_threads) for first in range(num_threads))))
@@ -250,7 +252,7 @@ def build(
     lines = [_describe_bad_rows(*pair) for pair in zip(stores, found, strict=True)]
     if any(lines) and on_bad_row == "refuse":
         raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_row to skip")
-    reports = [_report(*pair) for pair in zip(stores, found, strict=True) if not isinstance(pair[0], Digits)]
+    reports = [_report(*pair) for pair in zip(stores, found, strict=True) if pair[0].is_encoded]
     rows = [_find_good_rows(*pair) for pair in zip(stores, found, strict=True)]
     if len(stores) == 1:
         rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
@@ -301,10 +303,8 @@ def _open(recipe: ImageClassification) -> list[Store]:
         if recipe.validation_dir is None:
             return [store]
         return [store, Files(recipe.validation_dir, "validation_dir", store.classes)]
-    if recipe.dataset_name == DIGITS:
-        return [Digits()]
-    if recipe.dataset_name.startswith("builtin/"):
-        raise UsageError(f"dataset_name {recipe.dataset_name!r} does not exist: the only one built in is {DIGITS}")
+    if is_builtin(recipe.dataset_name):
+        return [find_builtin("images", recipe.dataset_name)()]
     return _hub(recipe.dataset_name, recipe.dataset_config_name)
 
 
@@ -438,26 +438,6 @@ def make_processor(recipe: ImageClassification) -> BaseImageProcessor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stores
-
-
-class Digits(Store):
-    """1,797 handwritten digits of scikit-learn, 8 x 8; grey levels 0 to 16 become 0 to 255."""
-
-    description = DIGITS
-
-    def __init__(self):
-        from sklearn.datasets import load_digits  # here: it takes a second, and nothing else needs it
-
-        digits = load_digits()
-        self.images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        self.labels = digits.target.astype(np.int64)
-        self.classes = [str(name) for name in digits.target_names]
-
-    def open(self, row: int) -> Image.Image:
-        return Image.fromarray(self.images[row])
-
-    def digest(self, rows: np.ndarray) -> str:
-        return hash_parts(self.images[rows].tobytes(), self.labels[rows].tobytes())
 
 
 class Files(Store):
@@ -667,7 +647,7 @@ def _inspect_all(store: Any, num_workers: int | None) -> Found:
     Raises:
         UsageError: a file that cannot be read at all, which says nothing about its content.
     """
-    if isinstance(store, Digits):
+    if not store.is_encoded:
         return {}
     marks, names = store.marks(), [store.name(row) for row in range(len(store.labels))]
     file = _find_cache_file(store)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep.data import documents, row_report
 from samestep.data.arrow import hash_modules, hash_parts, map_once
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.ragged import make_micro_batch
 from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError, nearest
@@ -45,27 +45,12 @@ PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "questi
 TEXTS = ("text", "sentence", "review", "content")
 LABELS = ("label", "labels", "class", "category", "score")
 REQUIRED_TOKENS = ("cls_token", "sep_token", "pad_token")
-BUILTIN = "builtin/python_docs_parts"
-PARTS = (
-    "reference",
-    "asyncio",
-    "email",
-    "http",
-    "importlib",
-    "logging",
-    "tkinter",
-    "turtle",
-    "typing",
-    "unittest",
-    "xml",
-)
 MAX_DIGITS = 1000  # of a label that is a whole number
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MISSING = {"", "nan", "-nan", "null", "n/a", "#n/a", "<na>", "nat"}
 """Labels, in small letters, by which tables say that there is none; and NA and None as they are written."""
 METRICS_OF_CLASSES = ("accuracy", "f1", "matthews_correlation", "masked_accuracy")
 MAX_CLASSES = 10  # that are named before the training
-MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +124,8 @@ def load_rows(
     Raises:
         UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
     """
-    if dataset_name == BUILTIN:
-        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, hash_modules(__name__)))
-        return row_report.Table(rows, row_report.Notes())
+    if is_builtin(dataset_name):
+        return row_report.Table(find_builtin("labelled texts", dataset_name)(), row_report.Notes())
     if train_file:
         files, keys = documents.find_files(train_file, documents.ROW_READERS)
         options = {"columns": columns, "needs_label": needs_label}
@@ -154,8 +138,6 @@ def load_rows(
             **options,
         )
         return row_report.split_notes(rows)
-    if dataset_name.startswith("builtin/"):
-        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, [BUILTIN])}.")
     dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
     location = f"dataset_name {dataset_name!r}"
     text, pair, label = columns.find(location, dataset.column_names, needs_label)
@@ -579,21 +561,3 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
         notes = row_report.Notes()
         yield from row_report.read_noted(file, documents.read_rows(file), find, make, notes)
         yield from notes.write(FEATURES)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the documentation that ships with Python
-
-
-def _python_docs_parts() -> Iterator[dict[str, str | None]]:
-    """Make a row of each paragraph of `MIN_PARAGRAPH` characters or more, labelled by the one of `PARTS` it comes from.
-
-    A paragraph that several parts have is left out.
-    """
-    sources: dict[str, set[str]] = {}
-    for part, page in documents.python_pages():
-        for paragraph in page.split("\n\n"):
-            sources.setdefault(" ".join(paragraph.split()), set()).add(part)
-    for text, parts in sources.items():
-        if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
-            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts))}
