@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -62,21 +62,6 @@ class Conversation:
     def length(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
-
-
-class ShownSequence(NamedTuple):
-    """A sequence of a sample, for people.
-
-    Attributes:
-        name: chosen or rejected; empty: the only one of its sample.
-        length, num_trained: its tokens, and those that are trained.
-        parts: runs of tokens as text, and whether they are trained.
-    """
-
-    name: str
-    length: int
-    num_trained: int
-    parts: list[tuple[str, bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,48 +355,6 @@ class Conversations:
         }
         counts = [num_targets.get(term, len(samples)) for term in self.recipe.loss_weights]
         return micro_batch | {"counts": torch.tensor(counts)}
-
-    def show(self, num_samples: int, colour: bool = False) -> list[str]:
-        """Write some samples as text, their trained tokens marked, and the mask report.
-
-        Args:
-            num_samples: at most; see `choose_samples`.
-            colour: mark by escape sequences of a terminal instead of `[[...]]`.
-        """
-        before, after, marks = ("\x1b[1;4m", "\x1b[0m", "") if colour else ("[[", "]]", ": in [[ ]]")
-        lines = []
-        for sample_id in self.choose_samples(num_samples):
-            lines.append(f"--- sample {sample_id} ({self.find_place(sample_id)})")
-            for sequence in self.read_sequences(sample_id):
-                heading = f"{sequence.name}: " if sequence.name else ""
-                text = "".join(f"{before}{part}{after}" if is_trained else part for part, is_trained in sequence.parts)
-                lines += [
-                    f"{heading}{sequence.length} tokens, {sequence.num_trained} trained{marks}",
-                    text.rstrip("\n"),
-                ]
-        return [*lines, "---", str(self), *map(str, self.row_reports), str(self.mask_report)]
-
-    def find_place(self, sample_id: int) -> str:
-        """Find the file and the line, or the like, of a sample."""
-        return self.rows[int(self.places[sample_id])]["place"]
-
-    def read_sequences(self, sample_id: int) -> list[ShownSequence]:
-        """Read a sample's sequences as texts, of a pair the chosen one first."""
-        sample, start, sequences = self.draw(0, sample_id), 0, []
-        for length, name in zip(sample.lengths, ("chosen", "rejected") if self.is_pairs else ("",), strict=True):
-            tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
-            borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-            parts = [
-                (_printable(self.tokenizer.decode(tokens[first:last])), bool(mask[first]))
-                for first, last in itertools.pairwise(borders)
-            ]
-            sequences.append(ShownSequence(name, length, int(mask.sum()), parts))
-            start += length
-        return sequences
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def build(

@@ -25,7 +25,7 @@ SHARED = {
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_schedule benchmarks boundaries bounds docs equivalence errors exact_sum golden
+        accumulating advice batch_schedule benchmarks boundaries bounds conversations docs equivalence errors exact_sum golden
         harness interrupt launch main muon no_code optim packaging plots printed_commands quantization reading
         readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
         terminal variants watching
