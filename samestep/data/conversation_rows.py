@@ -10,22 +10,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_forms, row_report
-from samestep.data.arrow import hash_modules, hash_parts
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
 from samestep.data.builtin import BUILTIN, find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
 from samestep.errors import UsageError, nearest
-from samestep.recipe.extras import optional
-
-datasets, pa = optional("datasets"), optional("pyarrow")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, Value
-else:
-    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 NAMES = ("columns", "row", "place", "source", "problem", "unused")
 FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep._internals import chat_rendering
 from samestep.data import chat_templates, template_process
-from samestep.data.arrow import ListColumn, hash_modules, hash_parts, map_once
+from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
 from samestep.data.conversation_rows import HELD_OUT, Source, has_turns, load_sources, name_sources
 from samestep.data.row_report import Problem, RowReport, group, refuse
@@ -27,11 +27,7 @@ from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
 
-datasets, compute = optional("datasets"), optional("pyarrow.compute")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, List, Value
-else:
-    Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
+compute = optional("pyarrow.compute")
 
 READ_AHEAD = 2**17  # characters that are rendered ahead, about
 KEPT, CUT, TOO_LONG, UNTRAINED, BAD = range(5)

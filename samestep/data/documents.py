@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from samestep.data import row_report, tables
-from samestep.data.arrow import hash_modules, hash_parts
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
@@ -25,12 +25,7 @@ from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault, open_without_waiting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
-datasets, pa = optional("datasets"), optional("pyarrow")
-compute, parquet = optional("pyarrow.compute"), optional("pyarrow.parquet")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, Value
-else:
-    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
+pa, compute, parquet = optional("pyarrow"), optional("pyarrow.compute"), optional("pyarrow.parquet")
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 EMPTY = "holds no document: it is empty or blank. Leave it out."

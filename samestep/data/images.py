@@ -29,7 +29,7 @@ from transformers import BaseImageProcessor
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
-from samestep.data.arrow import hash_parts
+from samestep.data.arrow import datasets, hash_parts
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.documents import load_hub
 from samestep.data.row_report import Problem, RowReport
@@ -39,12 +39,11 @@ from samestep.recipe.reading import find_fault, read_text
 from samestep.recipe.tasks.image_classification import ImageClassification
 
 if TYPE_CHECKING:
-    import datasets
     import PIL
     from datasets.utils.tqdm import tqdm
     from PIL import Image, ImageOps
 else:
-    datasets, PIL = optional("datasets"), optional("PIL")
+    PIL = optional("PIL")
     Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)

@@ -14,29 +14,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep.data import documents, row_report
-from samestep.data.arrow import hash_modules, hash_parts, map_once
+from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.ragged import make_micro_batch
 from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError, nearest
-from samestep.recipe.extras import optional
 from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step.losses import IGNORED
-
-datasets = optional("datasets")
-if TYPE_CHECKING:
-    from datasets import ClassLabel, Dataset, Features, List, Value
-else:
-    ClassLabel, Dataset, Features, List, Value = (
-        getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
-    )
 
 PARTS_OF_ROW = ("text", "pair", "label")
 FEATURES = Features(dict.fromkeys(PARTS_OF_ROW, Value("string"))) if datasets else None

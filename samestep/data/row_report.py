@@ -10,15 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from samestep.data.arrow import Dataset, datasets
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
 
-datasets, pa, compute = optional("datasets"), optional("pyarrow"), optional("pyarrow.compute")
-if TYPE_CHECKING:
-    from datasets import Dataset
+compute = optional("pyarrow.compute")
 
 MAX_KINDS, MAX_PLACES = 20, 3
 """Kinds of faults in a message, and rows that are named of each."""
@@ -181,7 +180,7 @@ def strip_place(error: UsageError, place: str) -> str:
     return str(error).removeprefix(place).removeprefix(":").strip()
 
 
-def find_problems(rows: "Dataset") -> list[Problem]:
+def find_problems(rows: Dataset) -> list[Problem]:
     """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
     table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
     table = table.filter(compute.is_valid(table["problem"]))
@@ -298,7 +297,7 @@ def read_noted(
         notes.unused.update(dict.fromkeys((name for name in shape if name not in notes.columns), count))
 
 
-def split_notes(rows: "Dataset") -> Table:
+def split_notes(rows: Dataset) -> Table:
     """Split a cached table, whose column `text` is null in no other row, into rows and what `Notes.write` wrote."""
     texts = rows.with_format("arrow").select_columns("text")[:]["text"]
     places = compute.indices_nonzero(compute.is_null(texts)).to_pylist() if texts.null_count else []
@@ -315,7 +314,7 @@ def split_notes(rows: "Dataset") -> Table:
     return Table(datasets.concatenate_datasets(parts) if parts else rows.select([]), notes)
 
 
-def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list["Dataset"]:
+def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list[Dataset]:
     """Return the rows that can be used.
 
     Args:
@@ -331,7 +330,7 @@ def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list["Data
     return [table.rows for table in tables]
 
 
-def select_good(rows: "Dataset") -> "Dataset":
+def select_good(rows: Dataset) -> Dataset:
     """Select the rows whose column `problem` is null; the same object where all are."""
     problems = rows.with_format("arrow").select_columns("problem")[:]["problem"]
     if problems.null_count == len(problems):
@@ -345,7 +344,7 @@ def write_unused(names: Iterable[str]) -> str:
     return json.dumps(names) if names else ""
 
 
-def count_unused(rows: "Dataset") -> dict[str, int]:
+def count_unused(rows: Dataset) -> dict[str, int]:
     """Count of each unused column the rows that have it, from what `write_unused` wrote; the most frequent first."""
     counts: Counter[str] = Counter()
     for entry in compute.value_counts(rows.with_format("arrow").select_columns("unused")[:]["unused"]).to_pylist():
