@@ -467,7 +467,6 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             PAIR,
             ":2: its columns are 'prompt', 'chosen', 'rejected', but the first row is read by chosen, rejected: give",
         ),
-        ([ONE], {"dataset_name": "builtin/drawn_chats"}, "give exactly one of train_file and dataset_name, not both"),
         ([{"chosen": A, "rejected": B}], PAIR, ":1: chosen and rejected share no turn before the answer"),
         (
             [{"prompt": "q", "chosen": USER + A, "rejected": USER + B}],
@@ -481,7 +480,6 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         ([ONE], {"chat_template": "/nowhere.jinja"}, "chat_template /nowhere.jinja cannot be read"),
         ([ONE], {"chat_template": "/dev/null"}, "chat_template /dev/null cannot be read: it is no regular file"),
         ([ONE], {"vocab_size": 258}, "vocab_size is 258, must be 259 or more"),
-        ([ONE], {"dataset_name": "x/y"}, "give exactly one of train_file and dataset_name, not both"),
     ],
 )
 def test_bad_rows_get_one_line(make, rows, changes, message):

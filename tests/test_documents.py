@@ -415,14 +415,10 @@ def test_several_txt_files_are_a_document_each(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"train_file": None, "dataset_name": None}, "exactly one of train_file and dataset_name, not neither"),
-        ({"train_file": [], "dataset_name": ""}, "exactly one of train_file and dataset_name, not neither"),
-        ({"train_file": ["a.txt"], "dataset_name": "b"}, "not both train_file=['a.txt'] and dataset_name='b'"),
         ({"train_file": None, "dataset_name": "builtin/python"}, "did you mean builtin/python_docs?"),
-        ({"train_file": ["a.txt"], "dataset_name": None, "split": "test"}, "files can only be read whole"),
         ({"train_file": ["a.txt"], "dataset_name": None, "dataset_config_name": "c"}, "files can only be read whole"),
         (
-            {"train_file": None, "dataset_name": "builtin/python_docs", "split": "validation"},
+            {"train_file": None, "dataset_name": "builtin/python_docs", "dataset_config_name": "c"},
             "builtin/python_docs can only be read whole",
         ),
     ],
@@ -436,11 +432,9 @@ def test_which_source(kwargs, message):
 def test_a_dataset_by_name(tmp_path):
     """A local folder goes the way of a dataset on the hub, from its name on."""
     write(tmp_path / "corpus/train.parquet", TEXTS, column="body")
-    write(tmp_path / "corpus/test.parquet", ["held out"], column="body")
     loaded = load_name("./corpus", text_column="body")
     assert loaded["text"][:] == TEXTS
     assert loaded.features == documents.FEATURES
-    assert load_name("./corpus", text_column="body", split="test[:50%]+test[50%:]")["text"][:] == ["held out"]
 
 
 def test_a_large_string_column_becomes_a_string_column(tmp_path):
@@ -457,9 +451,7 @@ def test_a_large_string_column_becomes_a_string_column(tmp_path):
     [
         ({"text_column": "bodies"}, "has no column 'bodies', only 'id', 'body'. Set text_column: did you mean body?"),
         ({"text_column": "id"}, "column 'id' holds Value('int64'), not text"),
-        ({"text_column": "body", "split": "validation"}, "Unknown split"),
         ({"text_column": "body", "dataset_config_name": "en"}, "'en' not found"),
-        ({"text_column": "body", "split": "train[:1]"}, "holds no document"),
     ],
 )
 def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
@@ -468,6 +460,12 @@ def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
         load_name("./corpus", **kwargs)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_dataset_of_blank_rows(tmp_path):
+    write(tmp_path / "corpus/train.parquet", ["\n"])
+    with pytest.raises(UsageError, match=r"'\./corpus' holds no document: column 'text' is empty in every row"):
+        load_name("./corpus")
 
 
 def test_the_hub_out_of_reach(tmp_path):

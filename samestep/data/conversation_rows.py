@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_forms, row_report
 from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
-from samestep.data.builtin import BUILTIN, find_builtin, is_builtin
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
 from samestep.errors import UsageError, nearest
@@ -54,11 +54,6 @@ def load_sources(recipe: Any) -> list[Source]:
         UsageError: data that cannot be used; sources of turns beside sources of texts; a file in two sources.
     """
     options = {"wants_pairs": recipe.objective != "sft", "train_on": recipe.train_on, "columns": recipe.column_names}
-    if (not recipe.train_file) == (not recipe.dataset_name):
-        raise UsageError(
-            f"give exactly one of train_file and dataset_name, not {'both' if recipe.train_file else 'neither'}; "
-            f"dataset_name {next(iter(BUILTIN['conversations']))} needs no download"
-        )
     entries = list(recipe.train_file or recipe.dataset_name)
     builtins = [entry for entry in entries if is_builtin(entry)]
     if builtins and recipe.validation_file is not None:

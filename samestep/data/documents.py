@@ -37,14 +37,13 @@ MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
 def load_rows(
     *,
     train_file: Sequence[str] | None,
-    dataset_name: str | None,
+    dataset_name: str | None = None,
     dataset_config_name: str | None = None,
-    split: str = "train",
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
 ) -> row_report.Table:
-    """Load documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
+    """Load documents from the one of `train_file` and `dataset_name` that is given, in an order that depends on nothing else.
 
     Rows without a visible character are no documents; the others are kept as they are.
 
@@ -63,8 +62,7 @@ def load_rows(
             - `.parquet`: the document in the string column `text_column`.
         dataset_name: a dataset on the hub, a local dataset folder, or `builtin/python_docs`: the language reference
             and the standard library's docstrings of the running Python, some 450 documents, no network needed.
-        dataset_config_name: the configuration of a dataset on the hub.
-        split: the split of a dataset on the hub, slices included (`train[:10%]`). Everything else has only `train`.
+        dataset_config_name: the configuration of a dataset on the hub, whose split `train` is read.
         text_column: the column that holds the document. Text files and built-in documents have no columns.
         txt_documents: blocks, files, or auto: see `split_txt`.
         num_proc: processes that read; more than there are files are of no use.
@@ -74,20 +72,15 @@ def load_rows(
         as a stream and cached by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
 
     Raises:
-        UsageError: neither or both sources; a file that is missing, of unknown kind, without a document, not UTF-8 or
+        UsageError: a file that is missing, of unknown kind, without a document, not UTF-8 or
             malformed; a folder without such files; no such column; a dataset that cannot be reached or has no such
             configuration.
     """
-    if (not train_file) == (not dataset_name):
-        sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
-        raise UsageError(
-            f"give exactly one of train_file and dataset_name, not {sources}; builtin/python_docs needs no download."
-        )
     load = find_builtin("documents", dataset_name) if is_builtin(dataset_name) else None
-    if (train_file or load) and (dataset_config_name is not None or split != "train"):
+    if (train_file or load) and dataset_config_name is not None:
         raise UsageError(
-            f"dataset_config_name={dataset_config_name!r} and split={split!r} select a part of a dataset on the hub; "
-            f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
+            f"dataset_config_name={dataset_config_name!r} selects a part of a dataset on the hub; "
+            f"{'files' if train_file else dataset_name} can only be read whole: leave it out."
         )
     if load:
         return row_report.Table(load(), row_report.Notes())
@@ -97,7 +90,7 @@ def load_rows(
         options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
         rows = cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
         return row_report.split_notes(rows)
-    return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
+    return _hub(dataset_name, dataset_config_name, text_column, num_proc)
 
 
 def split_documents(
@@ -180,7 +173,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
     sources = [load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        sources.append(load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
+        sources.append(load_rows(train_file=recipe.validation_file, **source))
     documents, *others = row_report.take_good(sources, on_bad_row)
     if others:
         train, held_out, num_held_out = documents, others[0], 0
@@ -323,8 +316,8 @@ def load_hub(
         ) from error
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> row_report.Table:
-    documents = load_hub(name, config, split, num_proc)
+def _hub(name: str, config: str | None, text_column: str, num_proc: int | None) -> row_report.Table:
+    documents = load_hub(name, config, "train", num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
     unused = Counter({column: len(documents) for column in documents.column_names if column != text_column})

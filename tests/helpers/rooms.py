@@ -26,7 +26,7 @@ SHARED = {
         """.split(),
     "samestep.contrib": """
         accumulating advice batch_schedule benchmarks boundaries bounds conversations docs equivalence errors exact_sum golden
-        harness interrupt launch main muon no_code optim packaging plots printed_commands quantization reading
+        harness internals interrupt launch main muon no_code optim packaging plots printed_commands quantization reading
         readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
         terminal variants watching
         """.split(),
