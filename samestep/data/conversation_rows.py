@@ -247,8 +247,7 @@ def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str
     reader = RowReader(**options)
     for file, source in files:
         is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-        for number, values in documents.read_rows(file):
-            place = f"{file}:{number}"
+        for place, values in documents.read_rows(file):
             if isinstance(values, BadRow):
                 row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
             else:

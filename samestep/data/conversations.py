@@ -377,20 +377,18 @@ def build(
                 renderer = Renderer(tokenizer, train_on, has_turns(rows), date)
                 table = tokenize(rows, tokenizer, renderer, *cutting, "training conversations")
                 other = tokenize(held_out, tokenizer, renderer, *cutting, "held-out conversations")
+                reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
         except UsageError as error:
             if bad and on_bad_row == "refuse":  # all at once
                 raise UsageError([*map(str, group(bad)), *error.problems]) from None
             raise
-        hidden = [
-            _find_hidden_rows(*pair) for pair in ((rows, table), (held_out, other))
-        ]  # those that no template shows
-        if on_bad_row == "refuse" or len(hidden[0]) == len(rows):
-            refuse([*bad, *hidden[0], *hidden[1]], sum(source.report.num_read for source in sources))
+        if on_bad_row == "refuse" or (table.data.column("state").to_numpy() == BAD).all():
+            bad = [problem for report in reports for problem in report.bad]
+            refuse(bad, sum(report.num_read for report in reports))
         tokenizer.model_max_length = recipe.max_seq_length  # saved with it: a pipeline truncates to that
         mixed = [source for source in sources if source.entry != HELD_OUT]
         train = Conversations(rows, table, renderer, recipe, description="training conversations", sources=mixed)
-        with naming_template(recipe):
-            train.row_reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
+        train.row_reports = reports
     if not len(held_out):
         return train, None
     return train, Conversations(held_out, other, renderer, recipe, description="held-out conversations")
@@ -398,15 +396,6 @@ def build(
 
 def _has_pairs(rows: Dataset) -> bool:
     return len(json.loads(rows[0]["row"])["answers"]) > 1
-
-
-def _find_hidden_rows(rows: Dataset, table: Dataset) -> list[Problem]:
-    """Find the rows that the template cannot show as they are."""
-    places = np.flatnonzero(table.data.column("state").to_numpy() == BAD) if len(rows) else []
-    if not len(places):
-        return []
-    problems = table.data.column("problem").take(places).to_pylist()
-    return [Problem(*pair) for pair in zip(rows.select(places)["place"], problems, strict=True)]
 
 
 def _report_rows(

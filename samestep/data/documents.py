@@ -449,7 +449,7 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
         kind, notes, num_used = Path(file).suffix.lower(), row_report.Notes(), 0
         column = "text" if kind == ".txt" else text_column
         find, make = partial(_find_column, file, column), partial(_make_row, column)
-        for row in row_report.read_noted(file, read_rows(file, readers, EMPTY), find, make, notes):
+        for row in row_report.read_noted(read_rows(file, readers, EMPTY), find, make, notes):
             num_used += 1
             yield row
         if not num_used and not notes.problems:
@@ -483,8 +483,8 @@ def _make_row(text_column: str, values: Mapping[str, Any], _: object) -> dict[st
 
 def read_rows(
     file: str, readers: Mapping[str, Any] | None = None, empty: str = "holds no row: leave it out"
-) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Read numbers (of lines, where it has any) and columns of the rows of a file, one at a time; a fault is a `BadRow`.
+) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Read places (FILE:LINE, or a row's number) and columns of the rows of a file, one at a time; a fault is a `BadRow`.
 
     Args:
         readers: suffix -> what reads such files; None: `ROW_READERS`.
@@ -496,7 +496,7 @@ def read_rows(
     number = 0
     try:
         for number, values in (readers or ROW_READERS)[Path(file).suffix.lower()](file):
-            yield number, values
+            yield f"{file}:{number}", values
     except UsageError:
         raise
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table

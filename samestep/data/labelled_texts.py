@@ -8,7 +8,6 @@ own lengths, and lie end to end in a micro-batch: nothing is padded.
 import csv
 import dataclasses
 import functools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_report
 from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
@@ -117,9 +117,9 @@ def load_rows(
     """
     if is_builtin(dataset_name):
         return row_report.Table(find_builtin("labelled texts", dataset_name)(), row_report.Notes())
+    options: dict[str, Any] = {"columns": columns, "needs_label": needs_label}
     if train_file:
         files, keys = documents.find_files(train_file, documents.ROW_READERS)
-        options = {"columns": columns, "needs_label": needs_label}
         rows = documents.cache_rows(
             _read,
             FEATURES,
@@ -130,30 +130,10 @@ def load_rows(
         )
         return row_report.split_notes(rows)
     dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
-    location = f"dataset_name {dataset_name!r}"
-    text, pair, label = columns.find(location, dataset.column_names, needs_label)
-    classes = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
-
-    names = (text, pair, label)
-
-    def row(values: dict[str, Any], place: int) -> dict[str, Any]:
-        value = values[label] if classes is None else classes[values[label]] if values[label] >= 0 else None
-        try:
-            sample = _make_row((values[text], values[pair] if pair else None, value), names, needs_label)
-        except UsageError as error:
-            problem = row_report.Problem(f"{location}, split {split!r}, row {place}", str(error))
-            return dict.fromkeys(FEATURES) | {"problem": json.dumps(problem)}
-        return sample | {"problem": None}
-
-    features = Features({**FEATURES, "problem": Value("string")})
-    rows = dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=features)
-    problems = [json.loads(text) for text in rows.with_format("arrow")[:]["problem"].drop_null().to_pylist()]
-    notes = row_report.Notes(
-        problems=[row_report.Problem(*problem) for problem in problems],
-        columns=[name for name in names if name is not None],
-        unused=Counter({name: len(dataset) for name in dataset.column_names if name not in names}),
-    )
-    return row_report.Table(row_report.select_good(rows).select_columns(list(PARTS_OF_ROW)), notes)
+    options |= {"name": dataset_name, "split": split}
+    key = rows_fingerprint(dataset), options, hash_modules(__name__)
+    rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
+    return row_report.split_notes(rows)
 
 
 def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
@@ -541,14 +521,36 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
     Raises:
         UsageError: a fault that is not one row's.
     """
+    for file in files:
+        yield from _read_source(documents.read_rows(file), columns, needs_label)
 
+
+def _read_dataset(
+    dataset: Dataset, name: str, split: str, columns: Columns, needs_label: bool
+) -> Iterator[dict[str, str | None]]:
+    """Read the rows of a split of a dataset, in which classes may be numbers, as `_read` those of a file."""
+    place = f"dataset_name {name!r}"
+    label = columns.find(place, dataset.column_names, needs_label)[2]
+    feature = dataset.features.get(label)
+
+    def name_class(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {label: feature.names[row[label]] if row[label] >= 0 else None}
+
+    rows = map(name_class, dataset) if isinstance(feature, ClassLabel) else dataset
+    yield from _read_source(
+        ((f"{place}, split {split!r}, row {number}", row) for number, row in enumerate(rows)), columns, needs_label
+    )
+
+
+def _read_source(
+    rows: Iterable[tuple[str, Any]], columns: Columns, needs_label: bool
+) -> Iterator[dict[str, str | None]]:
     def find(place: str, present: list[str], _: bool) -> tuple[str | None, ...]:
         return columns.find(place, present, needs_label)
 
     def make(values: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
         return _make_row([None if name is None else values[name] for name in names], names, needs_label)
 
-    for file in files:
-        notes = row_report.Notes()
-        yield from row_report.read_noted(file, documents.read_rows(file), find, make, notes)
-        yield from notes.write(FEATURES)
+    notes = row_report.Notes()
+    yield from row_report.read_noted(rows, find, make, notes)
+    yield from notes.write(FEATURES)

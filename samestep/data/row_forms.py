@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
-from samestep.data.documents import list_names, shorten
+from samestep.data.documents import find_fault_of_text, list_names, shorten
 from samestep.data.row_report import write_unused
 from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.recipe.tasks.causal_lm_finetuning import COLUMNS, UNUSED
@@ -724,5 +724,5 @@ def _check_text(column: str, value: Any) -> str:
 
 
 def _check_unicode(where: str, value: str) -> None:
-    if not value.isascii() and not is_utf8(value):
-        raise UsageError(f"{where}: half of a surrogate pair in {shorten(value)!r}. Remove it.")
+    if problem := find_fault_of_text(value):
+        raise UsageError(f"{where}: {problem}")

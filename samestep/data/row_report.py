@@ -257,25 +257,23 @@ class Table(NamedTuple):
 
 
 def read_noted(
-    file: str,
-    rows: Iterable[tuple[int, Any]],
+    rows: Iterable[tuple[str, Any]],
     find: Callable[[str, list[str], bool], tuple[str | None, ...]],
     make: Callable[[Mapping[str, Any], Any], dict[str, Any] | None],
     notes: Notes,
 ) -> Iterator[dict[str, Any]]:
-    """Make rows of a table of those of a file, one at a time; what is known of the others goes into the notes.
+    """Make rows of a table of those of a source, one at a time; what is known of the others goes into the notes.
 
     Args:
-        rows: numbers and columns of rows, or a `BadRow` in place of the columns.
+        rows: places and columns of rows, or a `BadRow` in place of the columns.
         find: finds the columns that are read (None: such a row has none) from the place of a row, the names of its columns, and
-            whether no other row was read before; its UsageError about the first row is one about the file.
+            whether no other row was read before; its UsageError about the first row is one about the source.
         make: makes the row of the columns and the names that `find` found; None: the row has no visible character. Raises
             UsageError where it cannot.
     """
     names: tuple[str | None, ...] | None = None
     shapes: Counter[tuple[str, ...]] = Counter()  # names of the columns of a row -> such rows
-    for number, values in rows:
-        place = f"{file}:{number}"
+    for place, values in rows:
         try:
             if isinstance(values, BadRow):
                 raise UsageError(values)
