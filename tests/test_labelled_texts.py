@@ -358,7 +358,6 @@ def test_a_sample_is_its_text_between_marks(texts):
         )
         assert sample.first == sample.length
         assert train.classes[int(sample.label)] == train.rows[place]["label"]
-    assert train.majority == max(map(train.labels.tolist().count, (0, 1))) / 24
     assert "24 texts of 2 classes" in str(train)
 
 

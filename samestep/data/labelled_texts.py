@@ -287,11 +287,6 @@ class LabelledTexts(TokenizedTexts):
         more = f" and {len(names) - MAX_CLASSES:,} more" if len(names) > MAX_CLASSES else ""
         return [f"labels: {len(self.classes):,} classes: {', '.join(names[:MAX_CLASSES])}{more}"]
 
-    @property
-    def majority(self) -> float:
-        """Share of the most frequent class: the accuracy of a prediction that always names it."""
-        return max(Counter(self.labels.tolist()).values()) / len(self)
-
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that the samples are made of: the tokenizer, the tokens, and the labels."""
