@@ -52,7 +52,7 @@ def test_a_report_has_all_numbers(tmp_path):
 
 
 def test_problems_and_unused_columns_of_a_table():
-    names = [row_report.write_unused(names) for names in (["id", 'a, "b"'], [], ["id"])]
+    names = [row_report.write_unused(names) for names in (("id", 'a, "b"'), (), ("id",))]
     rows = datasets.Dataset.from_dict(
         {"place": ["f:1", "f:2", "f:3"], "problem": [None, "empty", None], "unused": names}
     )

@@ -13,7 +13,7 @@ import numpy as np
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.recipe.extras import optional
 
-# Another module of data takes these from here: an extra brings the package
+# Modules of data take these from here: only an extra brings the package
 datasets = optional("datasets")
 if TYPE_CHECKING:
     from datasets import ClassLabel, Dataset, Features, List, Value

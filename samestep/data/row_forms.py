@@ -5,7 +5,6 @@ columns, and fields of turns, are named as not used.
 """
 
 import ast
-import functools
 import itertools
 import json
 import re
@@ -319,7 +318,7 @@ class RowReader:
             raise UsageError(f"it holds a value that JSON has not: {reason(error)}") from None
         self.first, self.has_turns = first or plan, has_turns
         unused += sorted(self.turns.fields)
-        return {"columns": plan.columns, "row": text, "unused": _write_unused(tuple(unused))}
+        return {"columns": plan.columns, "row": text, "unused": write_unused(tuple(unused))}
 
     def _rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Give columns the names to which `columns` maps them; those that are left out keep theirs."""
@@ -577,9 +576,6 @@ def find_beginning(*parts: Sequence[Any]) -> list[Any]:
     """
     same = itertools.takewhile(lambda each: all(one == each[0] for one in each), zip(*parts, strict=False))
     return [first for first, *_ in same]
-
-
-_write_unused = functools.lru_cache(1000)(write_unused)
 
 
 def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: Sequence[Any]) -> list[str]:

@@ -5,6 +5,7 @@ message names every kind of fault of all files. What is left out without a fault
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
@@ -171,15 +172,6 @@ def refuse(problems: Sequence[Problem], num_rows: int) -> None:
     raise UsageError(lines)
 
 
-def strip_place(error: UsageError, place: str) -> str:
-    """Return the message of an error without the place with which it begins.
-
-    >>> strip_place(UsageError("a.csv:3: label is empty: fill it in"), "a.csv:3")
-    'label is empty: fill it in'
-    """
-    return str(error).removeprefix(place).removeprefix(":").strip()
-
-
 def find_problems(rows: Dataset) -> list[Problem]:
     """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
     table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
@@ -284,7 +276,8 @@ def read_noted(
         except UsageError as error:
             if names is None and not isinstance(values, BadRow):
                 raise
-            notes.problems.append(Problem(place, strip_place(error, place)))
+            reason = str(error).removeprefix(place).removeprefix(":").strip()  # it may begin with the place
+            notes.problems.append(Problem(place, reason))
             continue
         if row is None:
             notes.add_blank(place)
@@ -336,9 +329,9 @@ def select_good(rows: Dataset) -> Dataset:
     return rows.select(compute.is_null(problems).to_numpy().nonzero()[0])
 
 
-def write_unused(names: Iterable[str]) -> str:
+@functools.lru_cache(1000)
+def write_unused(names: tuple[str, ...]) -> str:
     """Write the names of a row's unused columns as a text for the cached table's column `unused`; empty: none."""
-    names = list(names)
     return json.dumps(names) if names else ""
 
 
