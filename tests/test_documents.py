@@ -343,7 +343,7 @@ def test_a_folder_is_all_of_its_texts(tmp_path):
     assert load("texts")["text"][:] == ["texts/a.jsonl", "texts/b.txt", "texts/deep/er/c.txt"]
 
 
-def split(**changes) -> documents.Split:
+def split(**changes) -> tuple:
     return documents.load_split(load_recipe("bert_base", {"dataset_name": None, "validation_fraction": 0.0} | changes))
 
 

@@ -218,7 +218,7 @@ def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys):
     ):
         classify("stop", folder_flags(folder))
     output_dir = classify("skip", folder_flags(folder) + " --on_bad_sample skip --max_train_steps 2")
-    assert "left out: train_dir" in capsys.readouterr().out
+    assert "left out: 1, not an image (dark/bad.png)" in capsys.readouterr().out
     assert metrics(output_dir)[0]["samples"] == 4
 
 

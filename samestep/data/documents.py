@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -148,21 +148,13 @@ def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset
     return train, validation
 
 
-class Split(NamedTuple):
-    """Documents of a recipe.
+def load_split(
+    recipe: TextPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
+) -> tuple[Dataset, Dataset, list[row_report.RowReport]]:
+    """Load the recipe's training and held-out documents, one row per document; no held-out ones when validation_fraction is 0.
 
-    Attributes:
-        train, held_out: one row per document, column `text`; `held_out` may be empty.
-        reports: what became of the rows of each source.
-    """
-
-    train: Dataset
-    held_out: Dataset
-    reports: list[row_report.RowReport]
-
-
-def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row: str = "refuse") -> Split:
-    """Load the recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
+    Returns:
+        training documents, held-out ones, what became of the rows of each source.
 
     Raises:
         UsageError: data that cannot be used.
@@ -182,7 +174,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
         num_held_out = len(held_out)
     fields = ["train_file" if recipe.train_file else "dataset_name", "validation_file"]
     reports = [_report(recipe, *item, num_held_out, txt_documents) for item in zip(fields, sources, strict=False)]
-    return Split(train, held_out, reports)
+    return train, held_out, reports
 
 
 def _report(

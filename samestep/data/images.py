@@ -115,21 +115,12 @@ class Images:
         rows: int64 [samples], the store's row of each sample.
         recipe: gives the size of images, their augmentation and the seed.
         training: whether samples are augmented.
-        skip_message: a line on the images that are left out because they cannot be decoded; None: there are none.
     """
 
     max_length = 1
 
-    def __init__(
-        self,
-        store: Store,
-        rows: np.ndarray,
-        recipe: ImageClassification,
-        *,
-        training: bool,
-        skip_message: str | None = None,
-    ):
-        self.store, self.rows, self.skip_message, self.classes = store, rows, skip_message, store.classes
+    def __init__(self, store: Store, rows: np.ndarray, recipe: ImageClassification, *, training: bool):
+        self.store, self.rows, self.classes = store, rows, store.classes
         self.row_reports: list[RowReport] = []
         self.seed, self.planned_size = recipe.seed if training else None, recipe.num_train_samples
         self.augmentation = recipe.augmentation
@@ -145,10 +136,10 @@ class Images:
 
     def __str__(self) -> str:
         """Say how many images there are, and in what they differ from the recipe."""
-        lines = [f"{len(self):,} images of {len(self.classes)} classes"]
-        if len(self) != self.planned_size:
-            lines.append(f"num_train_samples is {self.planned_size}: epochs are those of {len(self)}")
-        return "; ".join(lines + ([f"left out: {self.skip_message}"] if self.skip_message else []))
+        text = f"{len(self):,} images of {len(self.classes)} classes"
+        if len(self) == self.planned_size:
+            return text
+        return f"{text}; num_train_samples is {self.planned_size}: epochs are those of {len(self)}"
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -233,7 +224,7 @@ def build(
 
     Held-out samples come from validation_dir, or from the hub dataset's split `validation` or else `test`; else they are
     validation_fraction of the images, drawn by the seed. Every process of a run must see the same files. All images are decoded
-    once; a line on those that are left out is in `skip_message`.
+    once.
     """
     require("images", "training on images")
     stores = _open(recipe)
@@ -248,20 +239,20 @@ def build(
             f"({_abbreviate(store.classes)}): set num_labels to {len(store.classes)}"
         )
     found = [_inspect_all(source, num_workers) for source in stores]
-    lines = [_describe_bad_rows(*pair) for pair in zip(stores, found, strict=True)]
-    if any(lines) and on_bad_row == "refuse":
-        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_row to skip")
+    lines = [line for pair in zip(stores, found, strict=True) if (line := _describe_bad_rows(*pair))]
+    if lines and on_bad_row == "refuse":
+        raise UsageError(f"{'; '.join(lines)}: mend or remove them, or set on_bad_row to skip")
     reports = [_report(*pair) for pair in zip(stores, found, strict=True) if pair[0].is_encoded]
     rows = [_find_good_rows(*pair) for pair in zip(stores, found, strict=True)]
     if len(stores) == 1:
         rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
-        stores, lines = stores * 2, [*lines, None]
+        stores = stores * 2
         reports = [report._replace(num_held_out=len(rows[1])) for report in reports]
-    train = Images(stores[0], rows[0], recipe, training=True, skip_message=lines[0])
+    train = Images(stores[0], rows[0], recipe, training=True)
     train.row_reports = reports
     if not len(rows[1]):
         return train, None
-    return train, Images(stores[1], rows[1], recipe, training=False, skip_message=lines[1])
+    return train, Images(stores[1], rows[1], recipe, training=False)
 
 
 def _report(store: Any, found: "Found") -> RowReport:
