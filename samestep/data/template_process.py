@@ -127,6 +127,8 @@ class TemplateProcess:
         """Ask for renderings of conversations, some or all of which `take` will take, in this order."""
         if not requests:
             return
+        while self.asked and self.owner == os.getpid():  # by a caller that has refused the conversation half-way
+            self._receive()
         if self.owner != os.getpid():
             self._start()
         content, setup = [], None
@@ -135,8 +137,6 @@ class TemplateProcess:
             told = None if own_setup == setup else own_setup
             content.append(_encode([told, request.turns, request.tools, request.parts, request.has_markers]))
             setup = own_setup
-        while self.asked:  # by a caller that has refused the conversation half-way
-            self._receive()
         self.answers.clear()
         self.asked = list(requests)
         with contextlib.suppress(OSError):  # the process has ended: who takes will see it
