@@ -1,26 +1,25 @@
 """Reads conversations, pairs of answers and texts from files, from the hub, or built-in, to rows of one form.
 
-A row is turns or a text before the answer, and one answer, or a preferred and a rejected one (see `row_forms`). A row with a
-fault is a row, too, with its column `problem`.
+A row is turns or a text before the answer, and one answer, or a preferred and a rejected one (see `row_forms`).
 """
 
 import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_forms, row_report
-from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
-from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
+from samestep.data.row_report import BadRow, Notes, Problem, RowReport, Table, count_unused, refuse, split_notes
 from samestep.errors import UsageError, nearest
 
-NAMES = ("columns", "row", "place", "source", "problem", "unused")
+NAMES = ("columns", "row", "place", "source", "unused")
 FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None
 HELD_OUT = "validation_file"
 READING = (__name__, row_forms.__name__, row_report.__name__)
@@ -77,9 +76,9 @@ def load_sources(recipe: Any) -> list[Source]:
         loaded[HELD_OUT] = load_rows(recipe.validation_file, **options)
     files: dict[str, Sequence[str]] = {entry: [entry] for entry in entries if _is_file(recipe, entry)}
     files |= {"train_file": recipe.train_file or (), HELD_OUT: recipe.validation_file or ()}
-    reports = {entry: _report(entry, rows, files.get(entry, ())) for entry, rows in loaded.items()}
+    reports = {entry: _report(entry, table, files.get(entry, ())) for entry, table in loaded.items()}
     _check_columns(recipe, reports)
-    good = {entry: select_good(rows) for entry, rows in loaded.items()}
+    good = {entry: table.rows for entry, table in loaded.items()}
     if not all(map(len, good.values())):
         bad = [problem for report in reports.values() for problem in report.bad]
         refuse(bad, len(bad))
@@ -108,13 +107,14 @@ def load_sources(recipe: Any) -> list[Source]:
     return sources
 
 
-def _report(entry: str, rows: Dataset, files: Sequence[str]) -> RowReport:
+def _report(entry: str, table: Table, files: Sequence[str]) -> RowReport:
     """Report on the rows of a source, as far as they are read; `files` are its patterns, of a dataset none."""
-    read, bad, unused = rows.unique("columns"), find_problems(rows), count_unused(rows)
-    named = dict.fromkeys(name for names in read for name in names.split(", ") if names)
-    columns = [name for name in named if unused.get(name, 0) < len(rows) - len(bad)]
+    unused = count_unused(table.rows)
+    named = dict.fromkeys(name for names in table.rows.unique("columns") for name in names.split(", "))
+    columns = [name for name in named if unused.get(name, 0) < len(table.rows)]
     notes = documents.describe_sources(files, documents.ROW_READERS) if files else []
-    return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused, notes=notes)
+    bad, num_used = table.notes.problems, len(table.rows)
+    return RowReport(entry, table.num_read, num_used, bad=bad, columns=columns, unused=unused, notes=notes)
 
 
 def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:
@@ -182,7 +182,7 @@ def load_rows(
     train_on: str = "assistant",
     columns: Mapping[str, str] | None = None,
     names: Sequence[str] | None = None,
-) -> Dataset:
+) -> Table:
     """Load conversations, or pairs, from files.
 
     The form is recognised by the first row's columns, and all rows must have it (docs/language-models.md lists the forms).
@@ -198,8 +198,8 @@ def load_rows(
     Returns:
         A memory-mapped dataset with string columns `columns`, names of the columns that were read; `row`, JSON with `prompt`,
         `answers`, `tools`, perhaps `trains_prompt` (whether turns of the assistant before the answer may be trained) and
-        `untrained` (numbers of turns that are not); `place`, file and line; `source`, its name; `problem`, why it cannot be
-        used, or null; `unused`, see `write_unused`. At least one row.
+        `untrained` (numbers of turns that are not); `place`, file and line; `source`, its name; `unused`, see
+        `write_unused`; and the problems of rows that cannot be used.
 
     Raises:
         UsageError: a file that cannot be read, or holds no row.
@@ -214,7 +214,7 @@ def load_rows(
             labels.setdefault(file, name)
     labelled = [(file, labels[file]) for file in files]
     key = (keys, labelled, options, hash_modules(*READING))
-    return documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options)
+    return split_notes(documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options), "row")
 
 
 def split_name(entry: str) -> tuple[str, str | None, str]:
@@ -227,32 +227,44 @@ def split_name(entry: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
-def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -> Dataset:
+def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -> Table:
     """Load a dataset of the hub, or a folder of one; see `load_rows`."""
     name, own_config, split = split_name(entry)
     dataset = documents.load_hub(name, own_config or config, split, None)
-    reader = RowReader(**options)
-
-    def read(values: dict[str, Any], number: int) -> dict[str, str | None]:
-        return reader.read(f"dataset_name {name!r}, row {number}", _without_none(values)) | {"source": source}
-
-    key = hash_parts(rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
-    return dataset.map(
-        read, with_indices=True, remove_columns=dataset.column_names, features=FEATURES, new_fingerprint=key
-    )
+    key = (rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
+    more = {"dataset": dataset, "name": name, "source": source, **options}
+    return split_notes(documents.cache_rows(_read_dataset, FEATURES, key=key, **more), "row")
 
 
 def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str, str | None]]:
-    """Read the rows of files, each with its source's name; a row with a fault has it in `problem`."""
-    reader = RowReader(**options)
+    """Read the rows of files, each with its source's name, and behind them their `row_report.Notes`."""
+    reader, notes = RowReader(**options), Notes()
     for file, source in files:
-        is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-        for place, values in documents.read_rows(file):
+        is_table = Path(file).suffix.lower() not in (".json", ".jsonl")
+        yield from _read_source(documents.read_rows(file), is_table, source, reader, notes)
+    yield from notes.write(FEATURES, "row")
+
+
+def _read_dataset(dataset: Dataset, name: str, source: str, **options: Any) -> Iterator[dict[str, str | None]]:
+    """Read the rows of a dataset, as `_read` those of files."""
+    notes = Notes()
+    rows = ((f"dataset_name {name!r}, row {number}", values) for number, values in enumerate(dataset))
+    yield from _read_source(rows, True, source, RowReader(**options), notes)
+    yield from notes.write(FEATURES, "row")
+
+
+def _read_source(
+    rows: Iterable[tuple[str, Any]], is_table: bool, source: str, reader: RowReader, notes: Notes
+) -> Iterator[dict[str, str | None]]:
+    for place, values in rows:
+        try:
             if isinstance(values, BadRow):
-                row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
-            else:
-                row = reader.read(place, values if is_json else _without_none(values))
-            yield row | {"source": source}
+                raise UsageError(values)
+            row = reader.read(_without_none(values) if is_table else values)
+        except UsageError as error:
+            notes.problems.append(Problem(place, str(error)))
+        else:
+            yield row | {"place": place, "source": source}
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

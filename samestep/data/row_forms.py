@@ -267,14 +267,8 @@ class RowReader:
         self.first: _Plan | None = None
         self.has_turns: bool | None = None
 
-    def read(self, place: str, values: Mapping[str, Any]) -> dict[str, str | None]:
-        """Return a row of `conversation_rows.FEATURES`, but for its source; what is wrong with it is in `problem`."""
-        try:
-            return self._read(values) | {"place": place, "problem": None}
-        except UsageError as error:
-            return {"columns": "", "row": "", "place": place, "problem": str(error), "unused": ""}
-
-    def _read(self, values: Mapping[str, Any]) -> dict[str, str | None]:
+    def read(self, values: Mapping[str, Any]) -> dict[str, str | None]:
+        """Return a row of `conversation_rows.FEATURES`, but for its place and source. Raises UsageError where it cannot."""
         if self.names:
             values = self._rename(values)
         names = tuple(values)

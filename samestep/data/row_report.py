@@ -1,7 +1,7 @@
 """Says what became of the rows of each source: which are used, cut or left out and why, and which columns are not used.
 
-A fault of a row is data, not an exception: readers note it in the column `problem` of the cached table and go on, so that one
-message names every kind of fault of all files. What is left out without a fault (a row that is too long) is reported beside it.
+A fault of a row is data, not an exception: readers note it behind the rows of the cached table and go on, so that one message
+names every kind of fault of all files. What is left out without a fault (a row that is too long) is reported beside it.
 """
 
 import dataclasses
@@ -172,13 +172,6 @@ def refuse(problems: Sequence[Problem], num_rows: int) -> None:
     raise UsageError(lines)
 
 
-def find_problems(rows: Dataset) -> list[Problem]:
-    """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
-    table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
-    table = table.filter(compute.is_valid(table["problem"]))
-    return [Problem(row["place"], row["problem"]) for row in table.to_pylist()]
-
-
 @dataclasses.dataclass
 class Notes:
     """Notes on the rows of a source beside those that can be used.
@@ -216,18 +209,19 @@ class Notes:
         places = ", ".join(self.blank_places) + (", ..." if self.num_blank > len(self.blank_places) else "")
         return [f"left out: {self.num_blank:,}, no visible character{f' ({places})' if places else ''}"]
 
-    def write(self, names: Iterable[str]) -> Iterator[dict[str, str | None]]:
-        """Write the notes as two rows of a cached table, of which `split_notes` reads them: one without a text announces them.
+    def write(self, names: Iterable[str], column: str = "text") -> Iterator[dict[str, str | None]]:
+        """Write the notes as two rows of a cached table, of which `split_notes` reads them: an empty one announces them.
 
         A column of their own, empty in nearly all rows, would make reading slower by a fifth.
 
         Args:
-            names: of the table's columns, `text` among them.
+            names: of the table's columns.
+            column: one of them that is null in no other row.
         """
         empty: dict[str, str | None] = dict.fromkeys(names)
         if self != Notes():
             yield empty
-            yield empty | {"text": json.dumps(vars(self))}
+            yield empty | {column: json.dumps(vars(self))}
 
 
 class Table(NamedTuple):
@@ -288,9 +282,9 @@ def read_noted(
         notes.unused.update(dict.fromkeys((name for name in shape if name not in notes.columns), count))
 
 
-def split_notes(rows: Dataset) -> Table:
-    """Split a cached table, whose column `text` is null in no other row, into rows and what `Notes.write` wrote."""
-    texts = rows.with_format("arrow").select_columns("text")[:]["text"]
+def split_notes(rows: Dataset, column: str = "text") -> Table:
+    """Split a cached table, whose `column` is null in no other row, into rows and what `Notes.write` wrote."""
+    texts = rows.with_format("arrow").select_columns(column)[:][column]
     places = compute.indices_nonzero(compute.is_null(texts)).to_pylist() if texts.null_count else []
     notes = Notes()
     for place in places:
@@ -319,14 +313,6 @@ def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list[Datas
         if not len(table.rows):
             refuse(table.notes.problems, table.num_read)
     return [table.rows for table in tables]
-
-
-def select_good(rows: Dataset) -> Dataset:
-    """Select the rows whose column `problem` is null; the same object where all are."""
-    problems = rows.with_format("arrow").select_columns("problem")[:]["problem"]
-    if problems.null_count == len(problems):
-        return rows
-    return rows.select(compute.is_null(problems).to_numpy().nonzero()[0])
 
 
 @functools.lru_cache(1000)

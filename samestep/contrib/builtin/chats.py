@@ -79,4 +79,4 @@ def _make_row(
         "tools": None,
         "trains_prompt": True,
     }
-    return dict(zip(NAMES, (columns, json.dumps(row), place, source, None, ""), strict=True))
+    return dict(zip(NAMES, (columns, json.dumps(row), place, source, ""), strict=True))
