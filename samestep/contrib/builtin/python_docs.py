@@ -35,12 +35,13 @@ _RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles
 
 def load_pages() -> Any:
     """Load the documents of `builtin/python_docs`."""
-    return documents.cache_rows(_read_pages, documents.FEATURES, key=(sys.version, hash_modules(__name__)))
+    return documents.cache_rows(_read_pages, documents.FEATURES, key=("pages", sys.version, hash_modules(__name__)))
 
 
 def load_paragraphs() -> Any:
     """Load the labelled texts of `builtin/python_docs_parts`."""
-    return documents.cache_rows(_read_paragraphs, labelled_texts.FEATURES, key=(sys.version, hash_modules(__name__)))
+    key = ("paragraphs", sys.version, hash_modules(__name__))
+    return documents.cache_rows(_read_paragraphs, labelled_texts.FEATURES, key=key)
 
 
 def python_pages() -> Iterator[tuple[str, str]]:
