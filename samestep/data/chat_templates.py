@@ -568,14 +568,11 @@ def _find_spans(turns: list[dict], whole: Rendering) -> dict[int, tuple[int, int
         if turn["role"] != "assistant":
             if not own and spans:
                 del spans[max(spans)]
-        elif len(own) == 1 and _find_answer(turn).strip() in whole.text[slice(*own[0])]:
+            continue
+        answer = (turn.get("content") or "").rpartition("</think>")[2]  # without thoughts
+        if len(own) == 1 and answer.strip() in whole.text[slice(*own[0])]:
             spans[number] = own[0]
     return spans
-
-
-def _find_answer(turn: Mapping[str, Any]) -> str:
-    """Find the content of a turn of the assistant without thoughts."""
-    return (turn.get("content") or "").rpartition("</think>")[2]
 
 
 def _count_runs(values: Sequence[bool] | np.ndarray) -> int:

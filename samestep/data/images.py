@@ -640,7 +640,8 @@ def _inspect_all(store: Any, num_workers: int | None) -> Found:
     if not store.is_encoded:
         return {}
     marks, names = store.marks(), [store.name(row) for row in range(len(store.labels))]
-    file = _find_cache_file(store)
+    key = hash_parts(store.place, PIL.__version__)
+    file = Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{key}.json"
     results = _load_results(file)
     unverified_rows = [row for row, name in enumerate(names) if name not in results or results[name][0] != marks[row]]
     if unverified_rows:
@@ -694,13 +695,6 @@ def _list_notes(image: Image.Image) -> list[str]:
             if np.asarray(image).max() <= DARK:
                 notes.append(DARK_BITS)
     return notes
-
-
-def _find_cache_file(store: Any) -> Path:
-    """Return the path of the file that keeps results of verified images, by this version of Pillow."""
-    return (
-        Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{hash_parts(store.place, PIL.__version__)}.json"
-    )
 
 
 def _load_results(file: Path) -> dict[str, list]:

@@ -107,10 +107,6 @@ class TurnReader:
         self.fields: set[str] = set()
         self.has_untrained = False
 
-    def begin_row(self) -> None:
-        """Forget the fields of the row before."""
-        self.fields, self.has_untrained = set(), False
-
     def read_value(self, column: str, value: Any) -> Any:
         """Read a text, or turns, also those that are written as text."""
         if isinstance(value, str):
@@ -291,7 +287,7 @@ class RowReader:
                 f"its columns are {list_names(names)}, but the first row is read by {first.columns}: give all rows the same "
                 "columns"
             )
-        self.turns.begin_row()
+        self.turns.fields, self.turns.has_untrained = set(), False
         prompt, answers = getattr(self, f"_read_{plan.form}")(plan, values)
         tools = None if plan.tools is None else _read_tools(plan.tools, values[plan.tools])
         has_turns = isinstance(prompt, list)
