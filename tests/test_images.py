@@ -657,7 +657,7 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
     for report, field in zip(source.row_reports, ("train_dir", "validation_dir"), strict=True):
         assert report.source.startswith(field)
         assert (report.num_read, report.num_used) == (11, 8)
-        assert all(f"{row.place} ({row.reason}".startswith(text) for row, text in zip(report.bad, bad, strict=True))
+        assert all(f"{row.place} ({row.reason})".startswith(text) for row, text in zip(report.bad, bad, strict=True))
 
 
 def test_many_bad_images_are_counted(folder):
