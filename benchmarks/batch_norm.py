@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from samestep.data import captchas, images
+from samestep.contrib.builtin import captchas
+from samestep.data import images
 from samestep.models.networks import CaptchaReader
 from samestep.recipe.catalog import load
 from samestep.step import batch_norm, losses, optim

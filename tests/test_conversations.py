@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from samestep import cli
+from samestep.contrib.builtin import doctest_chats, drawn_chats
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data import chat_templates, conversation_page, doctest_chats, drawn_chats
+from samestep.data import chat_templates
 from samestep.data.conversations import build
 from samestep.data.steps import Steps
 from samestep.errors import UsageError, exit_code
@@ -96,7 +97,7 @@ def make(tmp_path):
 
 
 def marked(source, sample_id=0) -> list[str]:
-    """Write each sequence of a sample, its trained tokens in [[ ]]; token by token, unlike `show`."""
+    """Write each sequence of a sample, its trained tokens in [[ ]]; token by token, unlike `show_samples`."""
     sample, texts, start = source.draw(0, sample_id), [], 0
     for length in sample.lengths:
         text = ""
@@ -466,7 +467,6 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             PAIR,
             ":2: its columns are 'prompt', 'chosen', 'rejected', but the first row is read by chosen, rejected: give",
         ),
-        ([ONE], {"dataset_name": "builtin/drawn_chats"}, "give exactly one of train_file and dataset_name, not both"),
         ([{"chosen": A, "rejected": B}], PAIR, ":1: chosen and rejected share no turn before the answer"),
         (
             [{"prompt": "q", "chosen": USER + A, "rejected": USER + B}],
@@ -480,7 +480,6 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         ([ONE], {"chat_template": "/nowhere.jinja"}, "chat_template /nowhere.jinja cannot be read"),
         ([ONE], {"chat_template": "/dev/null"}, "chat_template /dev/null cannot be read: it is no regular file"),
         ([ONE], {"vocab_size": 258}, "vocab_size is 258, must be 259 or more"),
-        ([ONE], {"dataset_name": "x/y"}, "give exactly one of train_file and dataset_name, not both"),
     ],
 )
 def test_bad_rows_get_one_line(make, rows, changes, message):
@@ -725,11 +724,14 @@ class Tags(HTMLParser):
             self.shown[-1] += data
 
 
+@pytest.mark.rooms
 def test_the_page_shows_samples_as_they_are(make, tmp_path):
+    from samestep.contrib.showing.page import write_page
+
     rows = [{"messages": turns(("user", HOSTILE), ("assistant", f"no {HOSTILE}"))}, {"messages": turns(*CHAT)}]
     source = make(*rows, name="<b>.jsonl", max_seq_length=999)
     named = SimpleNamespace(name="<i>", data_name="<u>", description="<s>")
-    text = conversation_page.write(named, source, None, 2)
+    text = write_page(named, source, None, 2)
     page = Tags(text)
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "img", "link", "iframe", "a", "b", "i", "u", "s", "form"}
@@ -755,12 +757,15 @@ def test_the_page_shows_samples_as_they_are(make, tmp_path):
     assert "default-src 'none'" in text
 
 
+@pytest.mark.rooms
 def test_the_page_of_pairs_and_of_a_mixture(pairs, files):
-    text = conversation_page.write(load("dpo_small_cpu"), *pairs, 1)
+    from samestep.contrib.showing.page import write_page
+
+    text = write_page(load("dpo_small_cpu"), *pairs, 1)
     assert re.search(r"chosen: \d+ tokens", text)
     assert re.search(r"rejected: \d+ tokens", text)
     train, held_out = build(recipe(train_file=files, mixture_weights=(1.0, 2.0, 0.5), validation_fraction=0.2))
-    text = conversation_page.write(load("sft_small_cpu"), train, held_out, 3)
+    text = write_page(load("sft_small_cpu"), train, held_out, 3)
     assert '<tr><th scope="row">b</th><td>8</td><td>2</td><td>16</td><td>47.1 %</td></tr>' in text
     assert re.search(r'<tr><th scope="row">c</th><td>4</td><td>\d+</td><td>\d+</td><td>2</td></tr>', text)
 
@@ -1010,13 +1015,16 @@ def test_special_tokens_in_a_text_are_counted(make):
     assert "with a special token in their text: 1" in str(source.mask_report)
 
 
+@pytest.mark.rooms
 def test_samples_are_shown(make):
+    from samestep.contrib.showing.texts import show_samples
+
     source = make({"messages": turns(("user", "a\x07"), ("assistant", "b"))})
-    text = "\n".join(source.show(3))
+    text = "\n".join(show_samples(source, 3))
     assert "--- sample 0 (" in text
     assert "user\na\\x07<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>]]\n---" in text
     assert text.endswith(str(source.mask_report))
-    assert "\x1b[1;4mb<|im_end|>\x1b[0m" in "\n".join(source.show(1, colour=True))
+    assert "\x1b[1;4mb<|im_end|>\x1b[0m" in "\n".join(show_samples(source, 1, colour=True))
     assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
 
 

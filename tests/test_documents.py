@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.contrib.builtin import python_docs
 from samestep.data import documents, row_report
 from samestep.data.documents import load_rows, split_documents, split_sentences
 from samestep.errors import UsageError
@@ -342,7 +343,7 @@ def test_a_folder_is_all_of_its_texts(tmp_path):
     assert load("texts")["text"][:] == ["texts/a.jsonl", "texts/b.txt", "texts/deep/er/c.txt"]
 
 
-def split(**changes) -> documents.Split:
+def split(**changes) -> tuple:
     return documents.load_split(load_recipe("bert_base", {"dataset_name": None, "validation_fraction": 0.0} | changes))
 
 
@@ -414,14 +415,10 @@ def test_several_txt_files_are_a_document_each(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"train_file": None, "dataset_name": None}, "exactly one of train_file and dataset_name, not neither"),
-        ({"train_file": [], "dataset_name": ""}, "exactly one of train_file and dataset_name, not neither"),
-        ({"train_file": ["a.txt"], "dataset_name": "b"}, "not both train_file=['a.txt'] and dataset_name='b'"),
         ({"train_file": None, "dataset_name": "builtin/python"}, "did you mean builtin/python_docs?"),
-        ({"train_file": ["a.txt"], "dataset_name": None, "split": "test"}, "files can only be read whole"),
         ({"train_file": ["a.txt"], "dataset_name": None, "dataset_config_name": "c"}, "files can only be read whole"),
         (
-            {"train_file": None, "dataset_name": "builtin/python_docs", "split": "validation"},
+            {"train_file": None, "dataset_name": "builtin/python_docs", "dataset_config_name": "c"},
             "builtin/python_docs can only be read whole",
         ),
     ],
@@ -435,11 +432,9 @@ def test_which_source(kwargs, message):
 def test_a_dataset_by_name(tmp_path):
     """A local folder goes the way of a dataset on the hub, from its name on."""
     write(tmp_path / "corpus/train.parquet", TEXTS, column="body")
-    write(tmp_path / "corpus/test.parquet", ["held out"], column="body")
     loaded = load_name("./corpus", text_column="body")
     assert loaded["text"][:] == TEXTS
     assert loaded.features == documents.FEATURES
-    assert load_name("./corpus", text_column="body", split="test[:50%]+test[50%:]")["text"][:] == ["held out"]
 
 
 def test_a_large_string_column_becomes_a_string_column(tmp_path):
@@ -456,9 +451,7 @@ def test_a_large_string_column_becomes_a_string_column(tmp_path):
     [
         ({"text_column": "bodies"}, "has no column 'bodies', only 'id', 'body'. Set text_column: did you mean body?"),
         ({"text_column": "id"}, "column 'id' holds Value('int64'), not text"),
-        ({"text_column": "body", "split": "validation"}, "Unknown split"),
         ({"text_column": "body", "dataset_config_name": "en"}, "'en' not found"),
-        ({"text_column": "body", "split": "train[:1]"}, "holds no document"),
     ],
 )
 def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
@@ -467,6 +460,12 @@ def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
         load_name("./corpus", **kwargs)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_dataset_of_blank_rows(tmp_path):
+    write(tmp_path / "corpus/train.parquet", ["\n"])
+    with pytest.raises(UsageError, match=r"'\./corpus' holds no document: column 'text' is empty in every row"):
+        load_name("./corpus")
 
 
 def test_the_hub_out_of_reach(tmp_path):
@@ -484,22 +483,22 @@ def test_the_hub_out_of_reach(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def python_docs():
+def pages():
     """Those of the session's cache, which other tests fill, too."""
     return load_name("builtin/python_docs")["text"][:]
 
 
-def test_python_docs(python_docs):
-    assert 300 < len(python_docs) < 1000
-    assert 1_500_000 < sum(map(len, python_docs)) < 4_000_000
-    assert min(map(len, python_docs)) >= documents.MIN_BUILTIN
-    assert len(set(python_docs)) == len(python_docs)
+def test_python_docs(pages):
+    assert 300 < len(pages) < 1000
+    assert 1_500_000 < sum(map(len, pages)) < 4_000_000
+    assert min(map(len, pages)) >= python_docs.MIN_BUILTIN
+    assert len(set(pages)) == len(pages)
     assert not {"antigravity", "this", "idlelib.run"} & set(sys.modules)  # read, not imported
-    lines = [line.strip() for text in python_docs for line in text.splitlines()]
+    lines = [line.strip() for text in pages for line in text.splitlines()]
     assert not [line for line in lines if line.startswith(">>> ") or (len(line) > 3 and set(line) <= set("-=*~+ "))]
 
 
-def test_python_docs_are_in_order_and_whole(python_docs):
+def test_python_docs_are_in_order_and_whole(pages):
     """Topics, then modules by name; within a module, docstrings by line."""
     starts = [
         "Compound statements",
@@ -507,13 +506,13 @@ def test_python_docs_are_in_order_and_whole(python_docs):
         "Heap queue algorithm",
         "Text wrapping and filling.",
     ]
-    places = [next(i for i, text in enumerate(python_docs) if text.startswith(start)) for start in starts]
+    places = [next(i for i, text in enumerate(pages) if text.startswith(start)) for start in starts]
     assert places == sorted(places)
-    wrapping = python_docs[places[-1]]
+    wrapping = pages[places[-1]]
     parts = ["Object for wrapping/filling text.", "wrap(text : string)", "Wrap a single paragraph", "Remove any common"]
     assert sorted(parts, key=wrapping.index) == parts
     # a topic that another quotes whole is not a document of its own, or it could be held out and trained on at once
-    assert [i for i, text in enumerate(python_docs) if 'The "while" statement is used for' in text] == places[:1]
+    assert [i for i, text in enumerate(pages) if 'The "while" statement is used for' in text] == places[:1]
 
 
 def test_python_docs_are_cached_by_the_version(monkeypatch):
@@ -552,7 +551,7 @@ def last(): "Last."
 '''
     nested = ["Inner.", "\\d is no escape.", "Nested.", "Finally."]
     expected = ["Module: naïve.", "Class.", "First.\n\n    Indented.\nNot.", *nested, "Last."]
-    assert documents._docstrings(source) == expected
+    assert python_docs._docstrings(source) == expected
 
 
 def test_prose_leaves_out_rules_and_examples():
@@ -570,7 +569,7 @@ Some code:
 
 x - y == 3 -- still here, and ...
 """
-    assert documents._prose(text) == "Title\n\n  | a   | b... |\n\nSome code:\n\nx - y == 3 -- still here, and ..."
+    assert python_docs._prose(text) == "Title\n\n  | a   | b... |\n\nSome code:\n\nx - y == 3 -- still here, and ..."
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.1, 10), (0.126, 13), (0.001, 2), (0.98, 98)])

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from samestep.data import drawn_chats
-from samestep.data.drawn_chats import LEVELS, draw_chat, find_split
+from samestep.contrib.builtin import drawn_chats
+from samestep.contrib.builtin.drawn_chats import LEVELS, draw_chat, find_split
 from samestep.errors import UsageError
 
 DAYS = ["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]

@@ -320,7 +320,7 @@ def test_a_folder_is_read_in_sorted_order(folder, monkeypatch):
     names = [source.store.name(row) for row in source.rows]
     assert names == [*(f"cat/{n}.jpg" for n in (2, 4, 6, 9)), "cat/A.PNG", *(f"dog/{n}.jpg" for n in (1, 3, 5, 7))]
     assert make_micro_batch(source, 0, range(9))["labels"].tolist() == [0] * 5 + [1] * 4
-    assert (source.store.classes, held_out, source.skip_message) == (["cat", "dog"], None, None)
+    assert (source.store.classes, held_out) == (["cat", "dog"], None)
 
 
 def test_a_part_of_a_folder_can_be_held_out(folder):
@@ -371,9 +371,7 @@ def test_a_dataset_that_cannot_be_reached():
     recipe = make_recipe(None, train_dir=None, dataset_name="nobody/nothing")
     assert "dataset_name 'nobody/nothing' (config None, split None): " in problem(lambda: images.build(recipe))
     recipe = make_recipe(None, train_dir=None, dataset_name="builtin/digit")
-    assert "'builtin/digit' does not exist: the only one built in is builtin/digits" in problem(
-        lambda: images.build(recipe)
-    )
+    assert "'builtin/digit' does not exist: did you mean builtin/digits?" in problem(lambda: images.build(recipe))
 
 
 @pytest.mark.parametrize("num_channels", [1, 3])
@@ -656,9 +654,10 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
     assert source.fingerprints == clean.fingerprints
     for name, value in make_micro_batch(clean, 1, range(8)).items():
         assert torch.equal(make_micro_batch(source, 1, range(8))[name], value)
-    assert "3 of 11 images cannot be decoded" in source.skip_message
-    assert all(name in source.skip_message for name in bad)
-    assert held_out.skip_message.startswith("validation_dir")
+    for report, field in zip(source.row_reports, ("train_dir", "validation_dir"), strict=True):
+        assert report.source.startswith(field)
+        assert (report.num_read, report.num_used) == (11, 8)
+        assert all(f"{row.place} ({row.reason})".startswith(text) for row, text in zip(report.bad, bad, strict=True))
 
 
 def test_many_bad_images_are_counted(folder):

@@ -43,7 +43,6 @@ from samestep._internals import (
     torch_distributed,
     torch_operators,
     torch_tracing,
-    torchft_replica,
     transformers_models,
 )
 from stepaudit import _internals as of_audit
@@ -648,10 +647,13 @@ class Code:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.rooms
 def test_a_state_brings_no_code(tmp_path):
     """torchft would unpickle it; what is replaced there is still what it calls."""
     from torch.distributed._serialization import _streaming_save
     from torchft.checkpointing import HTTPTransport
+
+    from samestep.contrib.replication import torchft_internals
 
     assert "_load_from_address" in vars(HTTPTransport)
     answers = {"/plain": {"tensors": {"a": torch.arange(3.0)}, "record": "{}"}, "/code": Code(tmp_path / "made")}
@@ -668,24 +670,27 @@ def test_a_state_brings_no_code(tmp_path):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        state = torchft_replica.load_state(f"{address}/plain", PATIENCE)
+        state = torchft_internals.load_state(f"{address}/plain", PATIENCE)
         assert state["tensors"]["a"].tolist() == [0, 1, 2]
         with pytest.raises(Exception, match=r"mkdir"):
-            torchft_replica.load_state(f"{address}/code", PATIENCE)
+            torchft_internals.load_state(f"{address}/code", PATIENCE)
         server.shutdown()
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.rooms
 def test_a_replica_alone():
     """It begins at the step that it is told, and commits; it is told of a new group."""
     from torchft.coordination import LighthouseServer
 
+    from samestep.contrib.replication import torchft_internals
+
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
     port, groups = lighthouse.address().rpartition(":")[2], []
     url = f"http://127.0.0.1:{port}"
-    store, address = torchft_replica.open_store(url)
+    store, address = torchft_internals.open_store(url)
     assert address == ("127.0.0.1", store.port)
-    manager = torchft_replica.make_manager(
+    manager = torchft_internals.make_manager(
         url,
         torch.device("cpu"),
         0,
@@ -700,7 +705,7 @@ def test_a_replica_alone():
         on_new_group=lambda: groups.append(1),
     )
     try:
-        torchft_replica.set_step(manager, 5)
+        torchft_internals.set_step(manager, 5)
         for step in (5, 6):
             manager.start_quorum()
             assert (manager.current_step(), manager.participating_rank(), manager.num_participants()) == (step, 0, 1)
@@ -712,9 +717,9 @@ def test_a_replica_alone():
         manager.shutdown(wait=False)
         lighthouse.shutdown()
     assert store.port > 0
-    assert torchft_replica.is_reachable(f"http://127.0.0.1:{store.port}")
-    until(lambda: not torchft_replica.is_reachable(url), "end of the lighthouse")  # in a thread of its own
-    assert torchft_replica.find_local_address("http://127.0.0.1:9") == "127.0.0.1"
+    assert torchft_internals.is_reachable(f"http://127.0.0.1:{store.port}")
+    until(lambda: not torchft_internals.is_reachable(url), "end of the lighthouse")  # in a thread of its own
+    assert torchft_internals.find_local_address("http://127.0.0.1:9") == "127.0.0.1"
 
 
 # ---------------------------------------------------------------------------------------------------------- chat templates

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from samestep.contrib.builtin import python_docs
 from samestep.data import labelled_texts, row_report
 from samestep.data.labelled_texts import Columns, find_classes, load_rows
 from samestep.errors import UsageError
@@ -174,13 +175,13 @@ def test_names_of_datasets_that_cannot_be_had():
 
 
 def test_paragraphs_of_the_documentation():
-    rows = load_texts(train_file=None, dataset_name=labelled_texts.BUILTIN)
+    rows = load_texts(train_file=None, dataset_name="builtin/python_docs_parts")
     counts = {name: rows["label"].count(name) for name in set(rows["label"])}
-    assert set(counts) <= set(labelled_texts.PARTS)
+    assert set(counts) <= set(python_docs.PARTS)
     assert len(counts) >= 8
     assert counts["reference"] == max(counts.values()) < 0.5 * len(rows)
     assert len(set(rows["text"])) == len(rows), "held out, a paragraph that comes twice would be known"
-    assert min(map(len, rows["text"])) >= labelled_texts.MIN_PARAGRAPH
+    assert min(map(len, rows["text"])) >= python_docs.MIN_PARAGRAPH
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,7 +358,6 @@ def test_a_sample_is_its_text_between_marks(texts):
         )
         assert sample.first == sample.length
         assert train.classes[int(sample.label)] == train.rows[place]["label"]
-    assert train.majority == max(map(train.labels.tolist().count, (0, 1))) / 24
     assert "24 texts of 2 classes" in str(train)
 
 

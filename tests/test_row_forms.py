@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from samestep.data.row_forms import RowReader
+from samestep.errors import UsageError
 
 
 def turn(role, content, **more):
@@ -24,9 +25,10 @@ def assistant(content, **more):
 def read(values, wants_pairs=False, train_on="assistant", **columns):
     """Read one row: its parts, or the reason why it is refused."""
     reader = RowReader(wants_pairs, train_on, {name: target for target, name in columns.items()})
-    row = reader.read("f:1", values)
-    if row["problem"] is not None:
-        return row["problem"]
+    try:
+        row = reader.read(values)
+    except UsageError as error:
+        return str(error)
     return json.loads(row["row"]) | {"columns": row["columns"], "unused": json.loads(row["unused"] or "[]")}
 
 
@@ -209,10 +211,12 @@ def test_columns_that_are_called_otherwise():
 def test_all_rows_have_the_form_of_the_first_good_one():
     reader = RowReader(False, "assistant", {})
     rows = [{"id": 3}, {"prompt": "a", "completion": "b"}, {"messages": [user("a"), assistant("b")]}]
-    problems = [reader.read("f:1", row)["problem"] for row in [*rows, {"completion": "d", "prompt": "c", "n": None}]]
-    assert "its columns are 'id', must be messages" in problems[0]
-    assert problems[1] is problems[3] is None
-    assert "but the first row is read by prompt, completion" in problems[2]
+    with pytest.raises(UsageError, match="its columns are 'id', must be messages"):
+        reader.read(rows[0])
+    assert reader.read(rows[1])["columns"] == "prompt, completion"
+    with pytest.raises(UsageError, match="but the first row is read by prompt, completion"):
+        reader.read(rows[2])
+    assert reader.read({"completion": "d", "prompt": "c", "n": None})["columns"] == "prompt, completion"
 
 
 WORDS = st.text("abc", min_size=4, max_size=8)

@@ -175,6 +175,9 @@ def test_the_conversation_that_ends_the_process_is_found(short):
                 next(PROCESS.take(request))
         else:
             assert next(PROCESS.take(request)).text == f"{number}"
+    PROCESS.ask(requests)
+    PROCESS.ask(requests[:1])  # nobody takes what has ended the process
+    assert next(PROCESS.take(requests[0])).text == "0"
 
 
 def test_a_process_that_others_kill_is_started_again():

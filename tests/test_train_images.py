@@ -14,7 +14,8 @@ from PIL import Image
 from rooms import PAGES, read_card
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from samestep.data import captchas, images
+from samestep.contrib.builtin import captchas
+from samestep.data import images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm
 from samestep.recipe.catalog import load
@@ -219,7 +220,7 @@ def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys):
     ):
         classify("stop", folder_flags(folder))
     output_dir = classify("skip", folder_flags(folder) + " --on_bad_sample skip --max_train_steps 2")
-    assert "left out: train_dir" in capsys.readouterr().out
+    assert "left out: 1, not an image (dark/bad.png)" in capsys.readouterr().out
     assert metrics(output_dir)[0]["samples"] == 4
 
 

@@ -83,7 +83,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
         examples="launch bert_large_phase1 --on slurm:2x8xa100-80 --write phase1.sbatch -- --output_dir /shared/runs/phase1",
     ),
     "show-data": Command(
-        answered_by="samestep.cli.catalog:show_data",
+        answered_by="samestep.contrib.showing.command:show_data",
         summary="show samples of a language model's recipe, with the tokens that are trained",
         description=(
             "Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in "

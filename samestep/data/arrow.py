@@ -13,10 +13,14 @@ import numpy as np
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.recipe.extras import optional
 
+# Modules of data take these from here: only an extra brings the package
+datasets = optional("datasets")
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import ClassLabel, Dataset, Features, List, Value
 else:
-    Dataset = optional("datasets").Dataset
+    ClassLabel, Dataset, Features, List, Value = (
+        getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
+    )
 
 
 class ListColumn:

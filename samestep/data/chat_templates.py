@@ -15,28 +15,21 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data.arrow import hash_modules, hash_parts
+from samestep.data.arrow import Dataset, Features, Value, hash_modules, hash_parts
 from samestep.data.conversation_rows import has_turns
 from samestep.data.documents import shorten
 from samestep.data.row_forms import find_beginning
 from samestep.data.template_process import PROCESS, Part, Rendering, Request, TemplateLimitError, TemplateRefusal
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
-from samestep.recipe.extras import optional
 from samestep.recipe.reading import format_name, read_text
 from samestep.recipe.rehearsal import SESSION
-
-datasets = optional("datasets")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, Value
-else:
-    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 REHEARSED_VOCABULARY = 1000  # of a rehearsal without the real tokenizer
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -575,14 +568,11 @@ def _find_spans(turns: list[dict], whole: Rendering) -> dict[int, tuple[int, int
         if turn["role"] != "assistant":
             if not own and spans:
                 del spans[max(spans)]
-        elif len(own) == 1 and _find_answer(turn).strip() in whole.text[slice(*own[0])]:
+            continue
+        answer = (turn.get("content") or "").rpartition("</think>")[2]  # without thoughts
+        if len(own) == 1 and answer.strip() in whole.text[slice(*own[0])]:
             spans[number] = own[0]
     return spans
-
-
-def _find_answer(turn: Mapping[str, Any]) -> str:
-    """Find the content of a turn of the assistant without thoughts."""
-    return (turn.get("content") or "").rpartition("</think>")[2]
 
 
 def _count_runs(values: Sequence[bool] | np.ndarray) -> int:

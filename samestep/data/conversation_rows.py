@@ -1,41 +1,27 @@
-"""Reads conversations, pairs of answers and texts from files, from the hub, or drawn, to rows of one form.
+"""Reads conversations, pairs of answers and texts from files, from the hub, or built-in, to rows of one form.
 
-A row is turns or a text before the answer, and one answer, or a preferred and a rejected one (see `row_forms`). A row with a
-fault is a row, too, with its column `problem`.
+A row is turns or a text before the answer, and one answer, or a preferred and a rejected one (see `row_forms`).
 """
 
 import glob
 import json
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import doctest_chats, documents, drawn_chats, row_forms, row_report
-from samestep.data.arrow import hash_modules, hash_parts
-from samestep.data.drawn_chats import SPLITS
+from samestep.data import documents, row_forms, row_report
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
-from samestep.data.row_report import BadRow, RowReport, count_unused, find_problems, refuse, select_good
+from samestep.data.row_report import BadRow, Notes, Problem, RowReport, Table, count_unused, refuse, split_notes
 from samestep.errors import UsageError, nearest
-from samestep.recipe.extras import optional
 
-datasets, pa = optional("datasets"), optional("pyarrow")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, Value
-else:
-    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
-
-NAMES = ("columns", "row", "place", "source", "problem", "unused")
+NAMES = ("columns", "row", "place", "source", "unused")
 FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None
 HELD_OUT = "validation_file"
-DOCTESTS = "builtin/doctests"
-BUILTIN = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: False}
-"""Name of data that need no download -> whether its rows are pairs."""
-
-
 READING = (__name__, row_forms.__name__, row_report.__name__)
 """Modules that read rows: what they have cached is made anew when they change."""
 MAX_SOURCES = 20
@@ -67,13 +53,8 @@ def load_sources(recipe: Any) -> list[Source]:
         UsageError: data that cannot be used; sources of turns beside sources of texts; a file in two sources.
     """
     options = {"wants_pairs": recipe.objective != "sft", "train_on": recipe.train_on, "columns": recipe.column_names}
-    if (not recipe.train_file) == (not recipe.dataset_name):
-        raise UsageError(
-            f"give exactly one of train_file and dataset_name, not {'both' if recipe.train_file else 'neither'}; "
-            f"dataset_name {next(iter(BUILTIN))} needs no download"
-        )
     entries = list(recipe.train_file or recipe.dataset_name)
-    builtins = [entry for entry in entries if entry.startswith("builtin/")]
+    builtins = [entry for entry in entries if is_builtin(entry)]
     if builtins and recipe.validation_file is not None:
         raise UsageError(
             f"validation_file is set, but {builtins[0]} has held-out samples too: leave it out, or give train_file"
@@ -95,9 +76,9 @@ def load_sources(recipe: Any) -> list[Source]:
         loaded[HELD_OUT] = load_rows(recipe.validation_file, **options)
     files: dict[str, Sequence[str]] = {entry: [entry] for entry in entries if _is_file(recipe, entry)}
     files |= {"train_file": recipe.train_file or (), HELD_OUT: recipe.validation_file or ()}
-    reports = {entry: _report(entry, rows, files.get(entry, ())) for entry, rows in loaded.items()}
+    reports = {entry: _report(entry, table, files.get(entry, ())) for entry, table in loaded.items()}
     _check_columns(recipe, reports)
-    good = {entry: select_good(rows) for entry, rows in loaded.items()}
+    good = {entry: table.rows for entry, table in loaded.items()}
     if not all(map(len, good.values())):
         bad = [problem for report in reports.values() for problem in report.bad]
         refuse(bad, len(bad))
@@ -105,7 +86,7 @@ def load_sources(recipe: Any) -> list[Source]:
     sources = []
     for entry in ["train_file"] if "train_file" in good else entries:
         if entry in builtins:
-            sources.append(_load_builtin_source(recipe, entry, options["wants_pairs"]))
+            sources.append(find_builtin("conversations", split_name(entry)[0])(recipe, entry))
             continue
         try:
             parts = _hold_out(recipe, good[entry])
@@ -126,13 +107,14 @@ def load_sources(recipe: Any) -> list[Source]:
     return sources
 
 
-def _report(entry: str, rows: Dataset, files: Sequence[str]) -> RowReport:
+def _report(entry: str, table: Table, files: Sequence[str]) -> RowReport:
     """Report on the rows of a source, as far as they are read; `files` are its patterns, of a dataset none."""
-    read, bad, unused = rows.unique("columns"), find_problems(rows), count_unused(rows)
-    named = dict.fromkeys(name for names in read for name in names.split(", ") if names)
-    columns = [name for name in named if unused.get(name, 0) < len(rows) - len(bad)]
+    unused = count_unused(table.rows)
+    named = dict.fromkeys(name for names in table.rows.unique("columns") for name in names.split(", "))
+    columns = [name for name in named if unused.get(name, 0) < len(table.rows)]
     notes = documents.describe_sources(files, documents.ROW_READERS) if files else []
-    return RowReport(entry, len(rows), len(rows), bad=bad, columns=columns, unused=unused, notes=notes)
+    bad, num_used = table.notes.problems, len(table.rows)
+    return RowReport(entry, table.num_read, num_used, bad=bad, columns=columns, unused=unused, notes=notes)
 
 
 def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:
@@ -162,15 +144,6 @@ def _check_files_differ(entries: Sequence[str]) -> None:
                 raise UsageError(
                     f"{file} is in two sources, {owner} and {entry}: name it once, and give it the sum of the weights"
                 )
-
-
-def _load_builtin_source(recipe: Any, entry: str, wants_pairs: bool) -> Source:
-    sizes = recipe.num_train_samples, recipe.num_validation_samples
-    train, held_out = (
-        load_builtin(recipe, entry, split, size, wants_pairs) for split, size in zip(SPLITS, sizes, strict=True)
-    )
-    size = len(train) + len(held_out)
-    return Source(entry, train, held_out, RowReport(entry, size, size, columns=train[0]["columns"].split(", ")))
 
 
 def _hold_out(recipe: Any, rows: Dataset) -> tuple[Dataset, Dataset]:
@@ -209,7 +182,7 @@ def load_rows(
     train_on: str = "assistant",
     columns: Mapping[str, str] | None = None,
     names: Sequence[str] | None = None,
-) -> Dataset:
+) -> Table:
     """Load conversations, or pairs, from files.
 
     The form is recognised by the first row's columns, and all rows must have it (docs/language-models.md lists the forms).
@@ -225,8 +198,8 @@ def load_rows(
     Returns:
         A memory-mapped dataset with string columns `columns`, names of the columns that were read; `row`, JSON with `prompt`,
         `answers`, `tools`, perhaps `trains_prompt` (whether turns of the assistant before the answer may be trained) and
-        `untrained` (numbers of turns that are not); `place`, file and line; `source`, its name; `problem`, why it cannot be
-        used, or null; `unused`, see `write_unused`. At least one row.
+        `untrained` (numbers of turns that are not); `place`, file and line; `source`, its name; `unused`, see
+        `write_unused`; and the problems of rows that cannot be used.
 
     Raises:
         UsageError: a file that cannot be read, or holds no row.
@@ -241,7 +214,7 @@ def load_rows(
             labels.setdefault(file, name)
     labelled = [(file, labels[file]) for file in files]
     key = (keys, labelled, options, hash_modules(*READING))
-    return documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options)
+    return split_notes(documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options), "row")
 
 
 def split_name(entry: str) -> tuple[str, str | None, str]:
@@ -254,91 +227,44 @@ def split_name(entry: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
-def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -> Dataset:
+def _load_dataset(entry: str, config: str | None, source: str, **options: Any) -> Table:
     """Load a dataset of the hub, or a folder of one; see `load_rows`."""
     name, own_config, split = split_name(entry)
     dataset = documents.load_hub(name, own_config or config, split, None)
-    reader = RowReader(**options)
-
-    def read(values: dict[str, Any], number: int) -> dict[str, str | None]:
-        return reader.read(f"dataset_name {name!r}, row {number}", _without_none(values)) | {"source": source}
-
-    key = hash_parts(rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
-    return dataset.map(
-        read, with_indices=True, remove_columns=dataset.column_names, features=FEATURES, new_fingerprint=key
-    )
-
-
-def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, wants_pairs: bool) -> Dataset:
-    """Load the rows of a split of data that need no download: they are drawn, or examples of Python's own modules.
-
-    Args:
-        entry: of dataset_name, see `BUILTIN`.
-        split: train or validation.
-        num_samples: to draw; examples are as many as there are.
-    """
-    name, config, _ = split_name(entry)
-    if name not in BUILTIN:
-        raise UsageError(f"dataset_name {name!r} does not exist: {nearest(name, BUILTIN)}")
-    if BUILTIN[name] != wants_pairs:
-        other = next(other for other, has_pairs in BUILTIN.items() if has_pairs == wants_pairs)
-        raise UsageError(
-            f"dataset_name is {name}, but objective {recipe.objective} needs {other}: set dataset_name to it"
-        )
-    config = config or recipe.dataset_config_name
-    if name == DOCTESTS:
-        if config is not None:
-            raise UsageError(f"dataset_name {name} has no configuration, but {config} was given: leave it out")
-        key = (sys.version, split, hash_modules(doctest_chats.__name__, *READING))
-        return documents.cache_rows(_doctest_rows, FEATURES, key=key, split=split)
-    if num_samples is None:
-        field = "num_train_samples" if split == "train" else "num_validation_samples"
-        raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
-    drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
-    draws = (name, num_samples, drawn, hash_modules(drawn_chats.__name__, *READING))
-    return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
-
-
-def _drawn_rows(name: str, num_samples: int, seed: int, split: str, level: str) -> Iterator[dict[str, str | None]]:
-    columns = "prompt, chosen, rejected" if BUILTIN[name] else "messages"
-    for sample_id in range(num_samples):
-        chat = drawn_chats.draw_chat(seed, split, sample_id, level)
-        answers = [chat.answer, chat.wrong] if BUILTIN[name] else [chat.answer]
-        place = f"{name}, {split} {sample_id}"
-        yield _make_row(columns, chat.messages, answers, place, chat.task)
-
-
-def _doctest_rows(split: str) -> Iterator[dict[str, str | None]]:
-    for example in doctest_chats.find_examples():
-        if example.split == split:
-            turns = [{"role": "user", "content": example.prompt}]
-            yield _make_row("messages", turns, [example.answer], f"{DOCTESTS}, {example.module}", "doctests")
-
-
-def _make_row(
-    columns: str, turns: Sequence[Mapping], answers: Sequence[str], place: str, source: str
-) -> dict[str, str | None]:
-    row = {
-        "prompt": turns,
-        "answers": [[{"role": "assistant", "content": answer}] for answer in answers],
-        "tools": None,
-        "trains_prompt": True,
-    }
-    return dict(zip(NAMES, (columns, json.dumps(row), place, source, None, ""), strict=True))
+    key = (rows_fingerprint(dataset), entry, source, sorted(options.items()), hash_modules(*READING))
+    more = {"dataset": dataset, "name": name, "source": source, **options}
+    return split_notes(documents.cache_rows(_read_dataset, FEATURES, key=key, **more), "row")
 
 
 def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str, str | None]]:
-    """Read the rows of files, each with its source's name; a row with a fault has it in `problem`."""
-    reader = RowReader(**options)
+    """Read the rows of files, each with its source's name, and behind them their `row_report.Notes`."""
+    reader, notes = RowReader(**options), Notes()
     for file, source in files:
-        is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-        for number, values in documents.read_rows(file):
-            place = f"{file}:{number}"
+        is_table = Path(file).suffix.lower() not in (".json", ".jsonl")
+        yield from _read_source(documents.read_rows(file), is_table, source, reader, notes)
+    yield from notes.write(FEATURES, "row")
+
+
+def _read_dataset(dataset: Dataset, name: str, source: str, **options: Any) -> Iterator[dict[str, str | None]]:
+    """Read the rows of a dataset, as `_read` those of files."""
+    notes = Notes()
+    rows = ((f"dataset_name {name!r}, row {number}", values) for number, values in enumerate(dataset))
+    yield from _read_source(rows, True, source, RowReader(**options), notes)
+    yield from notes.write(FEATURES, "row")
+
+
+def _read_source(
+    rows: Iterable[tuple[str, Any]], is_table: bool, source: str, reader: RowReader, notes: Notes
+) -> Iterator[dict[str, str | None]]:
+    for place, values in rows:
+        try:
             if isinstance(values, BadRow):
-                row: dict[str, str | None] = {"columns": "", "row": "", "place": place, "problem": values, "unused": ""}
-            else:
-                row = reader.read(place, values if is_json else _without_none(values))
-            yield row | {"source": source}
+                raise UsageError(values)
+            row = reader.read(_without_none(values) if is_table else values)
+        except UsageError as error:
+            notes.problems.append(Problem(place, str(error)))
+        else:
+            yield row | {"place": place, "source": source}
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep._internals import chat_rendering
 from samestep.data import chat_templates, template_process
-from samestep.data.arrow import ListColumn, hash_modules, hash_parts, map_once
+from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
 from samestep.data.conversation_rows import HELD_OUT, Source, has_turns, load_sources, name_sources
 from samestep.data.row_report import Problem, RowReport, group, refuse
@@ -27,11 +27,7 @@ from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
 
-datasets, compute = optional("datasets"), optional("pyarrow.compute")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, List, Value
-else:
-    Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
+compute = optional("pyarrow.compute")
 
 READ_AHEAD = 2**17  # characters that are rendered ahead, about
 KEPT, CUT, TOO_LONG, UNTRAINED, BAD = range(5)
@@ -62,21 +58,6 @@ class Conversation:
     def length(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
-
-
-class ShownSequence(NamedTuple):
-    """A sequence of a sample, for people.
-
-    Attributes:
-        name: chosen or rejected; empty: the only one of its sample.
-        length, num_trained: its tokens, and those that are trained.
-        parts: runs of tokens as text, and whether they are trained.
-    """
-
-    name: str
-    length: int
-    num_trained: int
-    parts: list[tuple[str, bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,48 +352,6 @@ class Conversations:
         counts = [num_targets.get(term, len(samples)) for term in self.recipe.loss_weights]
         return micro_batch | {"counts": torch.tensor(counts)}
 
-    def show(self, num_samples: int, colour: bool = False) -> list[str]:
-        """Write some samples as text, their trained tokens marked, and the mask report.
-
-        Args:
-            num_samples: at most; see `choose_samples`.
-            colour: mark by escape sequences of a terminal instead of `[[...]]`.
-        """
-        before, after, marks = ("\x1b[1;4m", "\x1b[0m", "") if colour else ("[[", "]]", ": in [[ ]]")
-        lines = []
-        for sample_id in self.choose_samples(num_samples):
-            lines.append(f"--- sample {sample_id} ({self.find_place(sample_id)})")
-            for sequence in self.read_sequences(sample_id):
-                heading = f"{sequence.name}: " if sequence.name else ""
-                text = "".join(f"{before}{part}{after}" if is_trained else part for part, is_trained in sequence.parts)
-                lines += [
-                    f"{heading}{sequence.length} tokens, {sequence.num_trained} trained{marks}",
-                    text.rstrip("\n"),
-                ]
-        return [*lines, "---", str(self), *map(str, self.row_reports), str(self.mask_report)]
-
-    def find_place(self, sample_id: int) -> str:
-        """Find the file and the line, or the like, of a sample."""
-        return self.rows[int(self.places[sample_id])]["place"]
-
-    def read_sequences(self, sample_id: int) -> list[ShownSequence]:
-        """Read a sample's sequences as texts, of a pair the chosen one first."""
-        sample, start, sequences = self.draw(0, sample_id), 0, []
-        for length, name in zip(sample.lengths, ("chosen", "rejected") if self.is_pairs else ("",), strict=True):
-            tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
-            borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-            parts = [
-                (_printable(self.tokenizer.decode(tokens[first:last])), bool(mask[first]))
-                for first, last in itertools.pairwise(borders)
-            ]
-            sequences.append(ShownSequence(name, length, int(mask.sum()), parts))
-            start += length
-        return sequences
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
 
 def build(
     recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse", date: str | None = None
@@ -438,20 +377,18 @@ def build(
                 renderer = Renderer(tokenizer, train_on, has_turns(rows), date)
                 table = tokenize(rows, tokenizer, renderer, *cutting, "training conversations")
                 other = tokenize(held_out, tokenizer, renderer, *cutting, "held-out conversations")
+                reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
         except UsageError as error:
             if bad and on_bad_row == "refuse":  # all at once
                 raise UsageError([*map(str, group(bad)), *error.problems]) from None
             raise
-        hidden = [
-            _find_hidden_rows(*pair) for pair in ((rows, table), (held_out, other))
-        ]  # those that no template shows
-        if on_bad_row == "refuse" or len(hidden[0]) == len(rows):
-            refuse([*bad, *hidden[0], *hidden[1]], sum(source.report.num_read for source in sources))
+        if on_bad_row == "refuse" or (table.data.column("state").to_numpy() == BAD).all():
+            bad = [problem for report in reports for problem in report.bad]
+            refuse(bad, sum(report.num_read for report in reports))
         tokenizer.model_max_length = recipe.max_seq_length  # saved with it: a pipeline truncates to that
         mixed = [source for source in sources if source.entry != HELD_OUT]
         train = Conversations(rows, table, renderer, recipe, description="training conversations", sources=mixed)
-        with naming_template(recipe):
-            train.row_reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
+        train.row_reports = reports
     if not len(held_out):
         return train, None
     return train, Conversations(held_out, other, renderer, recipe, description="held-out conversations")
@@ -459,15 +396,6 @@ def build(
 
 def _has_pairs(rows: Dataset) -> bool:
     return len(json.loads(rows[0]["row"])["answers"]) > 1
-
-
-def _find_hidden_rows(rows: Dataset, table: Dataset) -> list[Problem]:
-    """Find the rows that the template cannot show as they are."""
-    places = np.flatnonzero(table.data.column("state").to_numpy() == BAD) if len(rows) else []
-    if not len(places):
-        return []
-    problems = table.data.column("problem").take(places).to_pylist()
-    return [Problem(*pair) for pair in zip(rows.select(places)["place"], problems, strict=True)]
 
 
 def _report_rows(

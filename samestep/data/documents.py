@@ -1,24 +1,22 @@
 """Text to pretrain on, as documents: local files, the Hugging Face hub, or the documentation that ships with Python."""
 
-import ast
 import glob
 import json
 import os
 import re
 import sys
-import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from samestep.data import row_report, tables
-from samestep.data.arrow import hash_modules, hash_parts
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
@@ -27,32 +25,25 @@ from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault, open_without_waiting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
-datasets, pa = optional("datasets"), optional("pyarrow")
-compute, parquet = optional("pyarrow.compute"), optional("pyarrow.parquet")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, Value
-else:
-    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
+pa, compute, parquet = optional("pyarrow"), optional("pyarrow.compute"), optional("pyarrow.parquet")
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 EMPTY = "holds no document: it is empty or blank. Leave it out."
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_TABLES = 100  # tables of which it is said how their cells are told apart
 MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
-MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
 def load_rows(
     *,
     train_file: Sequence[str] | None,
-    dataset_name: str | None,
+    dataset_name: str | None = None,
     dataset_config_name: str | None = None,
-    split: str = "train",
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
 ) -> row_report.Table:
-    """Load documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
+    """Load documents from the one of `train_file` and `dataset_name` that is given, in an order that depends on nothing else.
 
     Rows without a visible character are no documents; the others are kept as they are.
 
@@ -71,8 +62,7 @@ def load_rows(
             - `.parquet`: the document in the string column `text_column`.
         dataset_name: a dataset on the hub, a local dataset folder, or `builtin/python_docs`: the language reference
             and the standard library's docstrings of the running Python, some 450 documents, no network needed.
-        dataset_config_name: the configuration of a dataset on the hub.
-        split: the split of a dataset on the hub, slices included (`train[:10%]`). Everything else has only `train`.
+        dataset_config_name: the configuration of a dataset on the hub, whose split `train` is read.
         text_column: the column that holds the document. Text files and built-in documents have no columns.
         txt_documents: blocks, files, or auto: see `split_txt`.
         num_proc: processes that read; more than there are files are of no use.
@@ -82,32 +72,25 @@ def load_rows(
         as a stream and cached by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
 
     Raises:
-        UsageError: neither or both sources; a file that is missing, of unknown kind, without a document, not UTF-8 or
+        UsageError: a file that is missing, of unknown kind, without a document, not UTF-8 or
             malformed; a folder without such files; no such column; a dataset that cannot be reached or has no such
             configuration.
     """
-    if (not train_file) == (not dataset_name):
-        sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
+    load = find_builtin("documents", dataset_name) if is_builtin(dataset_name) else None
+    if (train_file or load) and dataset_config_name is not None:
         raise UsageError(
-            f"give exactly one of train_file and dataset_name, not {sources}; builtin/python_docs needs no download."
+            f"dataset_config_name={dataset_config_name!r} selects a part of a dataset on the hub; "
+            f"{'files' if train_file else dataset_name} can only be read whole: leave it out."
         )
-    builtin = dataset_name is not None and dataset_name.startswith("builtin/")
-    if builtin and dataset_name not in BUILTIN:
-        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, BUILTIN)}.")
-    if (train_file or builtin) and (dataset_config_name is not None or split != "train"):
-        raise UsageError(
-            f"dataset_config_name={dataset_config_name!r} and split={split!r} select a part of a dataset on the hub; "
-            f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
-        )
-    if builtin:
-        return row_report.Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version), row_report.Notes())
+    if load:
+        return row_report.Table(load(), row_report.Notes())
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
         options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
         rows = cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
         return row_report.split_notes(rows)
-    return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
+    return _hub(dataset_name, dataset_config_name, text_column, num_proc)
 
 
 def split_documents(
@@ -165,21 +148,13 @@ def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset
     return train, validation
 
 
-class Split(NamedTuple):
-    """Documents of a recipe.
+def load_split(
+    recipe: TextPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
+) -> tuple[Dataset, Dataset, list[row_report.RowReport]]:
+    """Load the recipe's training and held-out documents, one row per document; no held-out ones when validation_fraction is 0.
 
-    Attributes:
-        train, held_out: one row per document, column `text`; `held_out` may be empty.
-        reports: what became of the rows of each source.
-    """
-
-    train: Dataset
-    held_out: Dataset
-    reports: list[row_report.RowReport]
-
-
-def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row: str = "refuse") -> Split:
-    """Load the recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
+    Returns:
+        training documents, held-out ones, what became of the rows of each source.
 
     Raises:
         UsageError: data that cannot be used.
@@ -190,7 +165,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
     sources = [load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        sources.append(load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
+        sources.append(load_rows(train_file=recipe.validation_file, **source))
     documents, *others = row_report.take_good(sources, on_bad_row)
     if others:
         train, held_out, num_held_out = documents, others[0], 0
@@ -199,7 +174,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
         num_held_out = len(held_out)
     fields = ["train_file" if recipe.train_file else "dataset_name", "validation_file"]
     reports = [_report(recipe, *item, num_held_out, txt_documents) for item in zip(fields, sources, strict=False)]
-    return Split(train, held_out, reports)
+    return train, held_out, reports
 
 
 def _report(
@@ -333,8 +308,8 @@ def load_hub(
         ) from error
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> row_report.Table:
-    documents = load_hub(name, config, split, num_proc)
+def _hub(name: str, config: str | None, text_column: str, num_proc: int | None) -> row_report.Table:
+    documents = load_hub(name, config, "train", num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
     unused = Counter({column: len(documents) for column in documents.column_names if column != text_column})
@@ -466,7 +441,7 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
         kind, notes, num_used = Path(file).suffix.lower(), row_report.Notes(), 0
         column = "text" if kind == ".txt" else text_column
         find, make = partial(_find_column, file, column), partial(_make_row, column)
-        for row in row_report.read_noted(file, read_rows(file, readers, EMPTY), find, make, notes):
+        for row in row_report.read_noted(read_rows(file, readers, EMPTY), find, make, notes):
             num_used += 1
             yield row
         if not num_used and not notes.problems:
@@ -500,8 +475,8 @@ def _make_row(text_column: str, values: Mapping[str, Any], _: object) -> dict[st
 
 def read_rows(
     file: str, readers: Mapping[str, Any] | None = None, empty: str = "holds no row: leave it out"
-) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Read numbers (of lines, where it has any) and columns of the rows of a file, one at a time; a fault is a `BadRow`.
+) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Read places (FILE:LINE, or a row's number) and columns of the rows of a file, one at a time; a fault is a `BadRow`.
 
     Args:
         readers: suffix -> what reads such files; None: `ROW_READERS`.
@@ -513,7 +488,7 @@ def read_rows(
     number = 0
     try:
         for number, values in (readers or ROW_READERS)[Path(file).suffix.lower()](file):
-            yield number, values
+            yield f"{file}:{number}", values
     except UsageError:
         raise
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
@@ -675,76 +650,3 @@ ROW_READERS: dict[str, Any] = {
     ".parquet": read_parquet,
 }
 READERS = {".txt": _read_blocks} | ROW_READERS
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the documentation that ships with Python
-
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, as doctest reads it
-_RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
-
-
-def python_pages() -> Iterator[tuple[str, str]]:
-    """Read every topic of the language reference, then every module of the standard library, sorted by name.
-
-    A module's page is the docstrings of the module and of its classes and functions in source order, read from the source:
-    nothing is imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. A topic that another
-    topic quotes whole is left out: held out, it would be known.
-
-    Yields:
-        `reference`, or the package or module that a file belongs to (`asyncio`), and the text.
-    """
-    from pydoc_data.topics import topics
-
-    pages = [_prose(text) for _, text in sorted(topics.items())]
-    yield from (("reference", p) for p in pages if not any(p in page and p != page for page in pages))
-    for parts, source in _python_sources():
-        yield parts[0], _prose("\n\n".join(_docstrings(source)))
-
-
-def python_docstrings() -> Iterator[tuple[str, str]]:
-    """Read the docstrings of the standard library that hold examples at the `>>>` prompt: name of the module, and the text."""
-    for parts, source in _python_sources():
-        if b">>>" in source:
-            yield from ((".".join(parts), text) for text in _docstrings(source) if ">>>" in text)
-
-
-def _python_sources() -> Iterator[tuple[tuple[str, ...], bytes]]:
-    """Read the modules of the standard library, sorted by name: the parts of the name (`asyncio`, `queues`), and the source."""
-    root = sysconfig.get_path("stdlib")
-    files = {}
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _SKIPPED_FOLDERS
-        paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        files |= {path.relative_to(root).with_suffix("").parts: path for path in paths}
-    yield from ((parts, files[parts].read_bytes()) for parts in sorted(files))
-
-
-def _python_docs() -> Iterator[dict[str, str]]:
-    """Make a document of each page of `python_pages` of `MIN_BUILTIN` characters or more."""
-    yield from ({"text": page} for _, page in python_pages() if len(page) >= MIN_BUILTIN)
-
-
-def _docstrings(source: bytes) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in someone else's source
-        nodes = list(_statements(ast.parse(source)))
-    node_types = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in nodes if isinstance(node, node_types) and (text := ast.get_docstring(node))]
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Visit the node and the statements inside it, in source order; `ast.walk` would visit every expression as well."""
-    yield node
-    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for child in getattr(node, field, ()):
-            yield from _statements(child)
-
-
-def _prose(text: str) -> str:
-    text = _RULER.sub("", _DOCTEST.sub("", text.expandtabs()))
-    return re.sub(r"\n\s*\n", "\n\n", text).strip()
-
-
-BUILTIN = {"builtin/python_docs": _python_docs}

@@ -1,4 +1,4 @@
-"""Labelled images as samples: a folder per class, a dataset of the hub, or scikit-learn's handwritten digits.
+"""Labelled images as samples: a folder per class, a dataset of the hub, or built-in ones.
 
 A sample is drawn as (epoch, sample id) and decoded only where it is collated, because every process draws the whole global
 batch. How it is cropped, flipped or shifted is drawn from (seed, epoch, sample id), so that its pixels are the same in any
@@ -29,7 +29,8 @@ from transformers import BaseImageProcessor
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
-from samestep.data.arrow import hash_parts
+from samestep.data.arrow import datasets, hash_parts
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.documents import load_hub
 from samestep.data.row_report import Problem, RowReport
 from samestep.errors import RunError, UsageError, is_utf8
@@ -38,12 +39,11 @@ from samestep.recipe.reading import find_fault, read_text
 from samestep.recipe.tasks.image_classification import ImageClassification
 
 if TYPE_CHECKING:
-    import datasets
     import PIL
     from datasets.utils.tqdm import tqdm
     from PIL import Image, ImageOps
 else:
-    datasets, PIL = optional("datasets"), optional("PIL")
+    PIL = optional("PIL")
     Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
@@ -55,7 +55,6 @@ FORMATS = tuple(
 )
 USUAL_SUFFIXES = (".png", ".jpg", ".tif", ".gif", ".webp", ".bmp")  # for messages
 DARK = 4095  # largest value of 12 bits: cameras write them into 16, where they are nearly black
-DIGITS = "builtin/digits"
 CENTRE = 224 / 256  # share of the short side that held-out images are cropped to, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
 MAX_NAMES = 10  # names in a message at most
@@ -84,6 +83,7 @@ class Store:
         labels: int64 [images].
         columns, unused: names of columns that are read, and of others.
         notes: lines on the source for people.
+        is_encoded: whether images have to be decoded, which may fail.
     """
 
     description: str
@@ -92,6 +92,7 @@ class Store:
     columns: Sequence[str] = ()
     unused: Sequence[str] = ()
     notes: Sequence[str] = ()
+    is_encoded: bool = True
 
     def open(self, row: int) -> Image.Image:
         """Open an image, which Pillow may not have decoded yet."""
@@ -114,21 +115,12 @@ class Images:
         rows: int64 [samples], the store's row of each sample.
         recipe: gives the size of images, their augmentation and the seed.
         training: whether samples are augmented.
-        skip_message: a line on the images that are left out because they cannot be decoded; None: there are none.
     """
 
     max_length = 1
 
-    def __init__(
-        self,
-        store: Store,
-        rows: np.ndarray,
-        recipe: ImageClassification,
-        *,
-        training: bool,
-        skip_message: str | None = None,
-    ):
-        self.store, self.rows, self.skip_message, self.classes = store, rows, skip_message, store.classes
+    def __init__(self, store: Store, rows: np.ndarray, recipe: ImageClassification, *, training: bool):
+        self.store, self.rows, self.classes = store, rows, store.classes
         self.row_reports: list[RowReport] = []
         self.seed, self.planned_size = recipe.seed if training else None, recipe.num_train_samples
         self.augmentation = recipe.augmentation
@@ -144,10 +136,10 @@ class Images:
 
     def __str__(self) -> str:
         """Say how many images there are, and in what they differ from the recipe."""
-        lines = [f"{len(self):,} images of {len(self.classes)} classes"]
-        if len(self) != self.planned_size:
-            lines.append(f"num_train_samples is {self.planned_size}: epochs are those of {len(self)}")
-        return "; ".join(lines + ([f"left out: {self.skip_message}"] if self.skip_message else []))
+        text = f"{len(self):,} images of {len(self.classes)} classes"
+        if len(self) == self.planned_size:
+            return text
+        return f"{text}; num_train_samples is {self.planned_size}: epochs are those of {len(self)}"
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -182,8 +174,8 @@ class Images:
                 np.multiply(self._pixels(samples[place]).reshape(values.shape[1:]), self.factor, out=values[place])
                 values[place] += self.offset
 
-        # Pillow lets other threads run while it decodes. A DataLoader's worker has one thread; digits need no decoding.
-        num_threads = 1 if isinstance(self.store, Digits) else torch.get_num_threads()
+        # Pillow lets other threads run while it decodes. A DataLoader's worker has one thread.
+        num_threads = torch.get_num_threads() if self.store.is_encoded else 1
         with ThreadPoolExecutor(num_threads) as pool:
             # Thread i of n fills the rows i, i + n, i + 2 n, ... of `values`
             list(pool.map(fill, (range(first, len(samples), num_threads) for first in range(num_threads))))
@@ -232,7 +224,7 @@ def build(
 
     Held-out samples come from validation_dir, or from the hub dataset's split `validation` or else `test`; else they are
     validation_fraction of the images, drawn by the seed. Every process of a run must see the same files. All images are decoded
-    once; a line on those that are left out is in `skip_message`.
+    once.
     """
     require("images", "training on images")
     stores = _open(recipe)
@@ -247,20 +239,20 @@ def build(
             f"({_abbreviate(store.classes)}): set num_labels to {len(store.classes)}"
         )
     found = [_inspect_all(source, num_workers) for source in stores]
-    lines = [_describe_bad_rows(*pair) for pair in zip(stores, found, strict=True)]
-    if any(lines) and on_bad_row == "refuse":
-        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_row to skip")
-    reports = [_report(*pair) for pair in zip(stores, found, strict=True) if not isinstance(pair[0], Digits)]
+    lines = [line for pair in zip(stores, found, strict=True) if (line := _describe_bad_rows(*pair))]
+    if lines and on_bad_row == "refuse":
+        raise UsageError(f"{'; '.join(lines)}: mend or remove them, or set on_bad_row to skip")
+    reports = [_report(*pair) for pair in zip(stores, found, strict=True) if pair[0].is_encoded]
     rows = [_find_good_rows(*pair) for pair in zip(stores, found, strict=True)]
     if len(stores) == 1:
         rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
-        stores, lines = stores * 2, [*lines, None]
+        stores = stores * 2
         reports = [report._replace(num_held_out=len(rows[1])) for report in reports]
-    train = Images(stores[0], rows[0], recipe, training=True, skip_message=lines[0])
+    train = Images(stores[0], rows[0], recipe, training=True)
     train.row_reports = reports
     if not len(rows[1]):
         return train, None
-    return train, Images(stores[1], rows[1], recipe, training=False, skip_message=lines[1])
+    return train, Images(stores[1], rows[1], recipe, training=False)
 
 
 def _report(store: Any, found: "Found") -> RowReport:
@@ -301,10 +293,8 @@ def _open(recipe: ImageClassification) -> list[Store]:
         if recipe.validation_dir is None:
             return [store]
         return [store, Files(recipe.validation_dir, "validation_dir", store.classes)]
-    if recipe.dataset_name == DIGITS:
-        return [Digits()]
-    if recipe.dataset_name.startswith("builtin/"):
-        raise UsageError(f"dataset_name {recipe.dataset_name!r} does not exist: the only one built in is {DIGITS}")
+    if is_builtin(recipe.dataset_name):
+        return [find_builtin("images", recipe.dataset_name)()]
     return _hub(recipe.dataset_name, recipe.dataset_config_name)
 
 
@@ -438,26 +428,6 @@ def make_processor(recipe: ImageClassification) -> BaseImageProcessor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stores
-
-
-class Digits(Store):
-    """1,797 handwritten digits of scikit-learn, 8 x 8; grey levels 0 to 16 become 0 to 255."""
-
-    description = DIGITS
-
-    def __init__(self):
-        from sklearn.datasets import load_digits  # here: it takes a second, and nothing else needs it
-
-        digits = load_digits()
-        self.images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        self.labels = digits.target.astype(np.int64)
-        self.classes = [str(name) for name in digits.target_names]
-
-    def open(self, row: int) -> Image.Image:
-        return Image.fromarray(self.images[row])
-
-    def digest(self, rows: np.ndarray) -> str:
-        return hash_parts(self.images[rows].tobytes(), self.labels[rows].tobytes())
 
 
 class Files(Store):
@@ -667,10 +637,11 @@ def _inspect_all(store: Any, num_workers: int | None) -> Found:
     Raises:
         UsageError: a file that cannot be read at all, which says nothing about its content.
     """
-    if isinstance(store, Digits):
+    if not store.is_encoded:
         return {}
     marks, names = store.marks(), [store.name(row) for row in range(len(store.labels))]
-    file = _find_cache_file(store)
+    key = hash_parts(store.place, PIL.__version__)
+    file = Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{key}.json"
     results = _load_results(file)
     unverified_rows = [row for row, name in enumerate(names) if name not in results or results[name][0] != marks[row]]
     if unverified_rows:
@@ -724,13 +695,6 @@ def _list_notes(image: Image.Image) -> list[str]:
             if np.asarray(image).max() <= DARK:
                 notes.append(DARK_BITS)
     return notes
-
-
-def _find_cache_file(store: Any) -> Path:
-    """Return the path of the file that keeps results of verified images, by this version of Pillow."""
-    return (
-        Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{hash_parts(store.place, PIL.__version__)}.json"
-    )
 
 
 def _load_results(file: Path) -> dict[str, list]:

@@ -8,35 +8,26 @@ own lengths, and lie end to end in a micro-batch: nothing is padded.
 import csv
 import dataclasses
 import functools
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_report
-from samestep.data.arrow import hash_modules, hash_parts, map_once
+from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
+from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.ragged import make_micro_batch
 from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError, nearest
-from samestep.recipe.extras import optional
 from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step.losses import IGNORED
-
-datasets = optional("datasets")
-if TYPE_CHECKING:
-    from datasets import ClassLabel, Dataset, Features, List, Value
-else:
-    ClassLabel, Dataset, Features, List, Value = (
-        getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
-    )
 
 PARTS_OF_ROW = ("text", "pair", "label")
 FEATURES = Features(dict.fromkeys(PARTS_OF_ROW, Value("string"))) if datasets else None
@@ -45,27 +36,12 @@ PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "questi
 TEXTS = ("text", "sentence", "review", "content")
 LABELS = ("label", "labels", "class", "category", "score")
 REQUIRED_TOKENS = ("cls_token", "sep_token", "pad_token")
-BUILTIN = "builtin/python_docs_parts"
-PARTS = (
-    "reference",
-    "asyncio",
-    "email",
-    "http",
-    "importlib",
-    "logging",
-    "tkinter",
-    "turtle",
-    "typing",
-    "unittest",
-    "xml",
-)
 MAX_DIGITS = 1000  # of a label that is a whole number
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MISSING = {"", "nan", "-nan", "null", "n/a", "#n/a", "<na>", "nat"}
 """Labels, in small letters, by which tables say that there is none; and NA and None as they are written."""
 METRICS_OF_CLASSES = ("accuracy", "f1", "matthews_correlation", "masked_accuracy")
 MAX_CLASSES = 10  # that are named before the training
-MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +115,11 @@ def load_rows(
     Raises:
         UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
     """
-    if dataset_name == BUILTIN:
-        rows = documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, hash_modules(__name__)))
-        return row_report.Table(rows, row_report.Notes())
+    if is_builtin(dataset_name):
+        return row_report.Table(find_builtin("labelled texts", dataset_name)(), row_report.Notes())
+    options: dict[str, Any] = {"columns": columns, "needs_label": needs_label}
     if train_file:
         files, keys = documents.find_files(train_file, documents.ROW_READERS)
-        options = {"columns": columns, "needs_label": needs_label}
         rows = documents.cache_rows(
             _read,
             FEATURES,
@@ -154,33 +129,11 @@ def load_rows(
             **options,
         )
         return row_report.split_notes(rows)
-    if dataset_name.startswith("builtin/"):
-        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, [BUILTIN])}.")
     dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
-    location = f"dataset_name {dataset_name!r}"
-    text, pair, label = columns.find(location, dataset.column_names, needs_label)
-    classes = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
-
-    names = (text, pair, label)
-
-    def row(values: dict[str, Any], place: int) -> dict[str, Any]:
-        value = values[label] if classes is None else classes[values[label]] if values[label] >= 0 else None
-        try:
-            sample = _make_row((values[text], values[pair] if pair else None, value), names, needs_label)
-        except UsageError as error:
-            problem = row_report.Problem(f"{location}, split {split!r}, row {place}", str(error))
-            return dict.fromkeys(FEATURES) | {"problem": json.dumps(problem)}
-        return sample | {"problem": None}
-
-    features = Features({**FEATURES, "problem": Value("string")})
-    rows = dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=features)
-    problems = [json.loads(text) for text in rows.with_format("arrow")[:]["problem"].drop_null().to_pylist()]
-    notes = row_report.Notes(
-        problems=[row_report.Problem(*problem) for problem in problems],
-        columns=[name for name in names if name is not None],
-        unused=Counter({name: len(dataset) for name in dataset.column_names if name not in names}),
-    )
-    return row_report.Table(row_report.select_good(rows).select_columns(list(PARTS_OF_ROW)), notes)
+    options |= {"name": dataset_name, "split": split}
+    key = rows_fingerprint(dataset), options, hash_modules(__name__)
+    rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
+    return row_report.split_notes(rows)
 
 
 def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
@@ -333,11 +286,6 @@ class LabelledTexts(TokenizedTexts):
         names = [f"{documents.shorten(self.classes[place])} ({counts[place]:,})" for place in sorted(counts)]
         more = f" and {len(names) - MAX_CLASSES:,} more" if len(names) > MAX_CLASSES else ""
         return [f"labels: {len(self.classes):,} classes: {', '.join(names[:MAX_CLASSES])}{more}"]
-
-    @property
-    def majority(self) -> float:
-        """Share of the most frequent class: the accuracy of a prediction that always names it."""
-        return max(Counter(self.labels.tolist()).values()) / len(self)
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -568,32 +516,36 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
     Raises:
         UsageError: a fault that is not one row's.
     """
+    for file in files:
+        yield from _read_source(documents.read_rows(file), columns, needs_label)
 
+
+def _read_dataset(
+    dataset: Dataset, name: str, split: str, columns: Columns, needs_label: bool
+) -> Iterator[dict[str, str | None]]:
+    """Read the rows of a split of a dataset, in which classes may be numbers, as `_read` those of a file."""
+    place = f"dataset_name {name!r}"
+    label = columns.find(place, dataset.column_names, needs_label)[2]
+    feature = dataset.features.get(label)
+
+    def name_class(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {label: feature.names[row[label]] if row[label] >= 0 else None}
+
+    rows = map(name_class, dataset) if isinstance(feature, ClassLabel) else dataset
+    yield from _read_source(
+        ((f"{place}, split {split!r}, row {number}", row) for number, row in enumerate(rows)), columns, needs_label
+    )
+
+
+def _read_source(
+    rows: Iterable[tuple[str, Any]], columns: Columns, needs_label: bool
+) -> Iterator[dict[str, str | None]]:
     def find(place: str, present: list[str], _: bool) -> tuple[str | None, ...]:
         return columns.find(place, present, needs_label)
 
     def make(values: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
         return _make_row([None if name is None else values[name] for name in names], names, needs_label)
 
-    for file in files:
-        notes = row_report.Notes()
-        yield from row_report.read_noted(file, documents.read_rows(file), find, make, notes)
-        yield from notes.write(FEATURES)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the documentation that ships with Python
-
-
-def _python_docs_parts() -> Iterator[dict[str, str | None]]:
-    """Make a row of each paragraph of `MIN_PARAGRAPH` characters or more, labelled by the one of `PARTS` it comes from.
-
-    A paragraph that several parts have is left out.
-    """
-    sources: dict[str, set[str]] = {}
-    for part, page in documents.python_pages():
-        for paragraph in page.split("\n\n"):
-            sources.setdefault(" ".join(paragraph.split()), set()).add(part)
-    for text, parts in sources.items():
-        if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
-            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts))}
+    notes = row_report.Notes()
+    yield from row_report.read_noted(rows, find, make, notes)
+    yield from notes.write(FEATURES)

@@ -5,7 +5,6 @@ columns, and fields of turns, are named as not used.
 """
 
 import ast
-import functools
 import itertools
 import json
 import re
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
-from samestep.data.documents import list_names, shorten
+from samestep.data.documents import find_fault_of_text, list_names, shorten
 from samestep.data.row_report import write_unused
 from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.recipe.tasks.causal_lm_finetuning import COLUMNS, UNUSED
@@ -107,10 +106,6 @@ class TurnReader:
         self.left_out = left_out
         self.fields: set[str] = set()
         self.has_untrained = False
-
-    def begin_row(self) -> None:
-        """Forget the fields of the row before."""
-        self.fields, self.has_untrained = set(), False
 
     def read_value(self, column: str, value: Any) -> Any:
         """Read a text, or turns, also those that are written as text."""
@@ -268,14 +263,8 @@ class RowReader:
         self.first: _Plan | None = None
         self.has_turns: bool | None = None
 
-    def read(self, place: str, values: Mapping[str, Any]) -> dict[str, str | None]:
-        """Return a row of `conversation_rows.FEATURES`, but for its source; what is wrong with it is in `problem`."""
-        try:
-            return self._read(values) | {"place": place, "problem": None}
-        except UsageError as error:
-            return {"columns": "", "row": "", "place": place, "problem": str(error), "unused": ""}
-
-    def _read(self, values: Mapping[str, Any]) -> dict[str, str | None]:
+    def read(self, values: Mapping[str, Any]) -> dict[str, str | None]:
+        """Return a row of `conversation_rows.FEATURES`, but for its place and source. Raises UsageError where it cannot."""
         if self.names:
             values = self._rename(values)
         names = tuple(values)
@@ -298,7 +287,7 @@ class RowReader:
                 f"its columns are {list_names(names)}, but the first row is read by {first.columns}: give all rows the same "
                 "columns"
             )
-        self.turns.begin_row()
+        self.turns.fields, self.turns.has_untrained = set(), False
         prompt, answers = getattr(self, f"_read_{plan.form}")(plan, values)
         tools = None if plan.tools is None else _read_tools(plan.tools, values[plan.tools])
         has_turns = isinstance(prompt, list)
@@ -319,7 +308,7 @@ class RowReader:
             raise UsageError(f"it holds a value that JSON has not: {reason(error)}") from None
         self.first, self.has_turns = first or plan, has_turns
         unused += sorted(self.turns.fields)
-        return {"columns": plan.columns, "row": text, "unused": _write_unused(tuple(unused))}
+        return {"columns": plan.columns, "row": text, "unused": write_unused(tuple(unused))}
 
     def _rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Give columns the names to which `columns` maps them; those that are left out keep theirs."""
@@ -579,9 +568,6 @@ def find_beginning(*parts: Sequence[Any]) -> list[Any]:
     return [first for first, *_ in same]
 
 
-_write_unused = functools.lru_cache(1000)(write_unused)
-
-
 def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: Sequence[Any]) -> list[str]:
     """Check the columns that would change what a row says: they must say nothing, or what is read already; list the latter."""
     unused = []
@@ -724,5 +710,5 @@ def _check_text(column: str, value: Any) -> str:
 
 
 def _check_unicode(where: str, value: str) -> None:
-    if not value.isascii() and not is_utf8(value):
-        raise UsageError(f"{where}: half of a surrogate pair in {shorten(value)!r}. Remove it.")
+    if problem := find_fault_of_text(value):
+        raise UsageError(f"{where}: {problem}")

@@ -1,24 +1,24 @@
 """Says what became of the rows of each source: which are used, cut or left out and why, and which columns are not used.
 
-A fault of a row is data, not an exception: readers note it in the column `problem` of the cached table and go on, so that one
-message names every kind of fault of all files. What is left out without a fault (a row that is too long) is reported beside it.
+A fault of a row is data, not an exception: readers note it behind the rows of the cached table and go on, so that one message
+names every kind of fault of all files. What is left out without a fault (a row that is too long) is reported beside it.
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from samestep.data.arrow import Dataset, datasets
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
 
-datasets, pa, compute = optional("datasets"), optional("pyarrow"), optional("pyarrow.compute")
-if TYPE_CHECKING:
-    from datasets import Dataset
+compute = optional("pyarrow.compute")
 
 MAX_KINDS, MAX_PLACES = 20, 3
 """Kinds of faults in a message, and rows that are named of each."""
@@ -172,22 +172,6 @@ def refuse(problems: Sequence[Problem], num_rows: int) -> None:
     raise UsageError(lines)
 
 
-def strip_place(error: UsageError, place: str) -> str:
-    """Return the message of an error without the place with which it begins.
-
-    >>> strip_place(UsageError("a.csv:3: label is empty: fill it in"), "a.csv:3")
-    'label is empty: fill it in'
-    """
-    return str(error).removeprefix(place).removeprefix(":").strip()
-
-
-def find_problems(rows: "Dataset") -> list[Problem]:
-    """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
-    table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
-    table = table.filter(compute.is_valid(table["problem"]))
-    return [Problem(row["place"], row["problem"]) for row in table.to_pylist()]
-
-
 @dataclasses.dataclass
 class Notes:
     """Notes on the rows of a source beside those that can be used.
@@ -225,18 +209,19 @@ class Notes:
         places = ", ".join(self.blank_places) + (", ..." if self.num_blank > len(self.blank_places) else "")
         return [f"left out: {self.num_blank:,}, no visible character{f' ({places})' if places else ''}"]
 
-    def write(self, names: Iterable[str]) -> Iterator[dict[str, str | None]]:
-        """Write the notes as two rows of a cached table, of which `split_notes` reads them: one without a text announces them.
+    def write(self, names: Iterable[str], column: str = "text") -> Iterator[dict[str, str | None]]:
+        """Write the notes as two rows of a cached table, of which `split_notes` reads them: an empty one announces them.
 
         A column of their own, empty in nearly all rows, would make reading slower by a fifth.
 
         Args:
-            names: of the table's columns, `text` among them.
+            names: of the table's columns.
+            column: one of them that is null in no other row.
         """
         empty: dict[str, str | None] = dict.fromkeys(names)
         if self != Notes():
             yield empty
-            yield empty | {"text": json.dumps(vars(self))}
+            yield empty | {column: json.dumps(vars(self))}
 
 
 class Table(NamedTuple):
@@ -258,25 +243,23 @@ class Table(NamedTuple):
 
 
 def read_noted(
-    file: str,
-    rows: Iterable[tuple[int, Any]],
+    rows: Iterable[tuple[str, Any]],
     find: Callable[[str, list[str], bool], tuple[str | None, ...]],
     make: Callable[[Mapping[str, Any], Any], dict[str, Any] | None],
     notes: Notes,
 ) -> Iterator[dict[str, Any]]:
-    """Make rows of a table of those of a file, one at a time; what is known of the others goes into the notes.
+    """Make rows of a table of those of a source, one at a time; what is known of the others goes into the notes.
 
     Args:
-        rows: numbers and columns of rows, or a `BadRow` in place of the columns.
+        rows: places and columns of rows, or a `BadRow` in place of the columns.
         find: finds the columns that are read (None: such a row has none) from the place of a row, the names of its columns, and
-            whether no other row was read before; its UsageError about the first row is one about the file.
+            whether no other row was read before; its UsageError about the first row is one about the source.
         make: makes the row of the columns and the names that `find` found; None: the row has no visible character. Raises
             UsageError where it cannot.
     """
     names: tuple[str | None, ...] | None = None
     shapes: Counter[tuple[str, ...]] = Counter()  # names of the columns of a row -> such rows
-    for number, values in rows:
-        place = f"{file}:{number}"
+    for place, values in rows:
         try:
             if isinstance(values, BadRow):
                 raise UsageError(values)
@@ -287,7 +270,8 @@ def read_noted(
         except UsageError as error:
             if names is None and not isinstance(values, BadRow):
                 raise
-            notes.problems.append(Problem(place, strip_place(error, place)))
+            reason = str(error).removeprefix(place).removeprefix(":").strip()  # it may begin with the place
+            notes.problems.append(Problem(place, reason))
             continue
         if row is None:
             notes.add_blank(place)
@@ -298,9 +282,9 @@ def read_noted(
         notes.unused.update(dict.fromkeys((name for name in shape if name not in notes.columns), count))
 
 
-def split_notes(rows: "Dataset") -> Table:
-    """Split a cached table, whose column `text` is null in no other row, into rows and what `Notes.write` wrote."""
-    texts = rows.with_format("arrow").select_columns("text")[:]["text"]
+def split_notes(rows: Dataset, column: str = "text") -> Table:
+    """Split a cached table, whose `column` is null in no other row, into rows and what `Notes.write` wrote."""
+    texts = rows.with_format("arrow").select_columns(column)[:][column]
     places = compute.indices_nonzero(compute.is_null(texts)).to_pylist() if texts.null_count else []
     notes = Notes()
     for place in places:
@@ -315,7 +299,7 @@ def split_notes(rows: "Dataset") -> Table:
     return Table(datasets.concatenate_datasets(parts) if parts else rows.select([]), notes)
 
 
-def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list["Dataset"]:
+def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list[Dataset]:
     """Return the rows that can be used.
 
     Args:
@@ -331,21 +315,13 @@ def take_good(tables: Sequence[Table], on_bad_row: str = "refuse") -> list["Data
     return [table.rows for table in tables]
 
 
-def select_good(rows: "Dataset") -> "Dataset":
-    """Select the rows whose column `problem` is null; the same object where all are."""
-    problems = rows.with_format("arrow").select_columns("problem")[:]["problem"]
-    if problems.null_count == len(problems):
-        return rows
-    return rows.select(compute.is_null(problems).to_numpy().nonzero()[0])
-
-
-def write_unused(names: Iterable[str]) -> str:
+@functools.lru_cache(1000)
+def write_unused(names: tuple[str, ...]) -> str:
     """Write the names of a row's unused columns as a text for the cached table's column `unused`; empty: none."""
-    names = list(names)
     return json.dumps(names) if names else ""
 
 
-def count_unused(rows: "Dataset") -> dict[str, int]:
+def count_unused(rows: Dataset) -> dict[str, int]:
     """Count of each unused column the rows that have it, from what `write_unused` wrote; the most frequent first."""
     counts: Counter[str] = Counter()
     for entry in compute.value_counts(rows.with_format("arrow").select_columns("unused")[:]["unused"]).to_pylist():

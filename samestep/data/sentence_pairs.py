@@ -13,29 +13,23 @@ accuracies with these.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep.cut.order import sample_rng
-from samestep.data.arrow import ListColumn, hash_parts, map_once
+from samestep.data.arrow import Dataset, ListColumn, hash_parts, map_once
 from samestep.data.documents import load_split, split_sentences
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.data.row_report import add_notes
 from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError
 from samestep.printing import format_count
-from samestep.recipe.extras import optional
 from samestep.recipe.tasks.bert_pretraining import BertPretraining
 from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
 from samestep.step.losses import IGNORED
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-else:
-    Dataset = optional("datasets").Dataset
 
 # Streams of random numbers (see order.sample_rng).
 CHUNKS, PAIRS, MASKS = 1, 2, 3

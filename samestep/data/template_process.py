@@ -9,18 +9,17 @@ import atexit
 import collections
 import contextlib
 import gc
-import io
 import json
 import os
 import resource
 import signal
-import struct
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 
@@ -30,8 +29,7 @@ from samestep.errors import UsageError, reason
 MEMORY = 3 * 2**28  # bytes beyond those that the process begins with
 CHARACTERS, CHARACTERS_PER_BYTE = 2**20, 64  # of a rendered text; and more for each byte of a conversation
 REMEDY = "mend it, or give another template, --chat_template FILE"
-BUFFER = 2**16  # bytes
-LENGTH = struct.Struct(">Q")  # of a message between the processes
+BUFFER = 2**16  # bytes of answers that are sent at once, about
 
 
 class TemplateRefusal(Exception):
@@ -120,30 +118,29 @@ class TemplateProcess:
     def __init__(self, times: Times = Times()) -> None:  # noqa: B008 - a tuple
         self.times = times
         self.owner = self.pid = 0  # process that started it, and its own number; 0: there is none
-        self.pipes: list[BinaryIO] = []  # for requests, for answers
-        # Requests, and numbers of their answers; template, special tokens and time that the process knows
-        self.queue: collections.deque[tuple[Request, int]] = collections.deque()
-        self.setup: tuple[str, Mapping[str, str], str] | None = None
+        self.pipes: list[Connection] = []  # for requests, for answers
+        self.asked: list[Request] = []  # without an answer so far
+        self.answers: collections.deque[tuple[Request, list[dict[str, Any]]]] = collections.deque()
+        self.end = ""  # why the last one has ended
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Ask for renderings of conversations, some or all of which `take` will take, in this order."""
         if not requests:
             return
+        while self.asked and self.owner == os.getpid():  # by a caller that has refused the conversation half-way
+            self._receive()
         if self.owner != os.getpid():
             self._start()
-        content, setup = [], self.setup
+        content, setup = [], None
         for request in requests:
             own_setup = request.template, request.special_tokens, request.now
             told = None if own_setup == setup else own_setup
-            content.append(_frame(_encode([told, request.turns, request.tools, request.parts, request.has_markers])))
+            content.append(_encode([told, request.turns, request.tools, request.parts, request.has_markers]))
             setup = own_setup
-        with contextlib.suppress(OSError, EOFError):  # the process has ended: who takes will see it
-            while self.queue:  # of a caller that has refused the conversation half-way
-                self._drop_first()
-            self.pipes[0].write(_frame(b"".join(content)))  # one message: it is read before there is any answer
-            self.pipes[0].flush()
-            self.setup = setup
-        self.queue = collections.deque((request, len(request.parts)) for request in requests)
+        self.answers.clear()
+        self.asked = list(requests)
+        with contextlib.suppress(OSError):  # the process has ended: who takes will see it
+            self.pipes[0].send_bytes(b"\n".join(content))  # one message: it is read before there is any answer
 
     def take(self, request: Request) -> Iterator[Rendering]:
         """Render the parts of a conversation as `apply_chat_template` does.
@@ -155,33 +152,41 @@ class TemplateProcess:
             TemplateRefusal: the template does not render a part.
             TemplateLimitError: the template takes too much.
         """
-        is_alone, num_taken = False, 0
-        with contextlib.suppress(EOFError):
-            whole = request, len(request.parts)  # what is left of an equal one is another caller's
-            while self.owner == os.getpid() and self.queue and self.queue[0] != whole:
-                self._drop_first()
-        if self.owner != os.getpid() or not self.queue:
-            is_alone = True
+        answers = self._find_answers(request)
+        if answers is None:  # it was not asked for, or another conversation beside it has ended the process
             self.ask([request])
-        while num_taken < len(request.parts):
-            try:
-                answer = self._receive()
-            except EOFError:
-                end = self._explain_end()
-                if is_alone:
-                    raise TemplateLimitError(f"{end}: {REMEDY}") from None
-                is_alone = True  # another conversation of those that were asked for may have ended it
-                self.ask([request])
-                with contextlib.suppress(EOFError):
-                    for _ in range(num_taken):
-                        self._receive()
-                continue
+            answers = self._find_answers(request)
+        if answers is None:
+            raise TemplateLimitError(f"{self.end}: {REMEDY}")
+        for answer in answers:
             if "limit" in answer:
+                self.close()
                 raise TemplateLimitError(f"{answer['limit']}: {REMEDY}")
             if "refusal" in answer:
                 raise TemplateRefusal(answer["refusal"], answer["is_syntax"])
-            num_taken += 1
             yield Rendering(answer["text"], answer["spans"])
+
+    def _find_answers(self, request: Request) -> list[dict[str, Any]] | None:
+        """Find the answers to a request, and drop those before; None: it was not asked for, or the process has ended."""
+        while self.owner == os.getpid():
+            while self.answers:
+                asked, answers = self.answers.popleft()
+                if asked == request:
+                    return answers
+            if not self.asked:
+                break
+            self._receive()
+        return None
+
+    def _receive(self) -> None:
+        """Receive the next answers, or note why the process has ended."""
+        try:
+            lines = self.pipes[1].recv_bytes().split(b"\n")
+        except (EOFError, OSError):
+            self.end = self._explain_end()
+            return
+        self.answers += zip(self.asked, map(_decode, lines), strict=False)
+        del self.asked[: len(lines)]
 
     def close(self) -> None:
         """End the process. The next conversation starts another one."""
@@ -190,37 +195,24 @@ class TemplateProcess:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # what is not sent needs nobody any more
-                pipe.close()
-        self.owner, self.pipes, self.setup = 0, [], None
-        self.queue.clear()
+            pipe.close()
+        self.owner, self.pipes, self.asked = 0, [], []
+        self.answers.clear()
 
     def _start(self) -> None:
         self.close()  # pipes of the process that this one was forked from
-        read_requests, write_requests = os.pipe()
-        read_answers, write_answers = os.pipe()
+        read_requests, write_requests = Pipe(duplex=False)
+        read_answers, write_answers = Pipe(duplex=False)
         with warnings.catch_warnings():
             # Python warns of threads, but the forked process calls nothing of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
-            _become_renderer(read_requests, write_answers, self.times)
-        os.close(read_requests)
-        os.close(write_answers)
-        self.pipes = [os.fdopen(write_requests, "wb", BUFFER), os.fdopen(read_answers, "rb", BUFFER)]
+            _become_renderer(read_requests.fileno(), write_answers.fileno(), self.times)
+        read_requests.close()
+        write_answers.close()
+        self.pipes = [write_requests, read_answers]
         self.owner, self.pid = os.getpid(), pid
-
-    def _receive(self) -> dict[str, Any]:
-        """Return the next answer. Raises EOFError: the process has ended."""
-        answer: dict[str, Any] = _decode(_receive(self.pipes[1]))
-        request, num_answers = self.queue.popleft()
-        if num_answers > 1:
-            self.queue.appendleft((request, num_answers - 1))
-        return answer
-
-    def _drop_first(self) -> None:
-        for _ in range(self.queue[0][1]):
-            self._receive()
 
     def _explain_end(self) -> str:
         """Say why the process has ended, and forget it."""
@@ -253,8 +245,7 @@ def _become_renderer(requests: int, answers: int, times: Times) -> NoReturn:
             os.dup2(descriptor, target)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # sockets and locks of the other process
         _limit_memory()
-        with open(0, "rb", closefd=False) as incoming, open(1, "wb", BUFFER, closefd=False) as outgoing:
-            _serve(incoming, outgoing, times)
+        _serve(Connection(0, writable=False), Connection(1, readable=False), times)
         code = 0
     finally:
         os._exit(code)
@@ -268,34 +259,36 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (min([size, *limits]), hard))
 
 
-def _serve(incoming: BinaryIO, outgoing: BinaryIO, times: Times) -> None:
-    template, special_tokens, now, left = "", {}, "", times.most
+def _serve(incoming: Connection, outgoing: Connection, times: Times) -> None:
+    left = times.most
     while True:
         try:
-            message = _receive(incoming)
+            message = incoming.recv_bytes()
         except EOFError:
             return
-        requests = io.BytesIO(message)
-        while requests.tell() < len(message):
-            request = _receive(requests)
-            size = len(request)
-            setup, turns, tools, parts, has_markers = _decode(request)
-            if setup is not None:
-                template, special_tokens, now = setup
+        lines: list[bytes] = []
+        setup: Any = None
+        for request in message.split(b"\n"):
+            told, turns, tools, parts, has_markers = _decode(request)
+            setup = told or setup
+            template, special_tokens, now = setup
+            answers, size = [], len(request)
             for num_turns, begins_answer in parts:
-                options = {"add_generation_prompt": begins_answer}
+                variables = special_tokens | {"add_generation_prompt": begins_answer}
                 begin, more = time.process_time(), times.per_byte * size
                 signal.setitimer(signal.ITIMER_PROF, times.most + more)  # whose signal ends this process
-                answer = _render(template, special_tokens | options, now, turns[:num_turns], tools, has_markers, size)
+                answers.append(_render(template, variables, now, turns[:num_turns], tools, has_markers, size))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 left += times.average + more + begin - time.process_time()
                 if left < 0:
-                    answer = _encode({"limit": f"takes more than {times.average:g} s of processor time on average"})
-                outgoing.write(_frame(answer))
-                if left < 0:
-                    outgoing.flush()
-                    return  # and renders nothing more of what was asked for
-        outgoing.flush()  # one wake-up of the other process for all that the buffer holds
+                    answers[-1] = {"limit": f"takes more than {times.average:g} s of processor time on average"}
+                    break
+            lines.append(_encode(answers))
+            if left < 0 or sum(map(len, lines)) > BUFFER:  # not each: one wake-up of the other process for several
+                outgoing.send_bytes(b"\n".join(lines))
+                lines.clear()
+        if lines:
+            outgoing.send_bytes(b"\n".join(lines))
 
 
 def _render(
@@ -306,7 +299,7 @@ def _render(
     tools: list[dict[str, Any]] | None,
     has_markers: bool,
     size: int,
-) -> bytes:
+) -> dict[str, Any]:
     """Render a conversation of a size in bytes; return the answer."""
     try:
         if not turns:
@@ -314,32 +307,18 @@ def _render(
         text, spans = render_turns(template, turns, tools, now, has_markers, variables)
         largest = CHARACTERS + CHARACTERS_PER_BYTE * size
         if len(text) > largest:
-            return _encode({"limit": f"makes more than {largest:,} characters of a conversation of {size:,} bytes"})
-        return _encode({"text": text, "spans": spans})
+            return {"limit": f"makes more than {largest:,} characters of a conversation of {size:,} bytes"}
+        return {"text": text, "spans": spans}
     except MemoryError:
-        return _encode({"limit": f"takes more than {MEMORY / 2**20:.0f} MiB of memory for a conversation"})
+        return {"limit": f"takes more than {MEMORY / 2**20:.0f} MiB of memory for a conversation"}
     except Exception as error:  # of any kind: others wrote the template
-        is_syntax = isinstance(error, jinja2.TemplateSyntaxError)
-        return _encode({"refusal": reason(error), "is_syntax": is_syntax})
+        return {"refusal": reason(error), "is_syntax": isinstance(error, jinja2.TemplateSyntaxError)}
 
 
 def _encode(content: Any) -> bytes:
+    """Write a message, or a part of one, as JSON in a line."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _decode(message: bytes) -> Any:
     return json.loads(message.decode("utf-8", "surrogatepass"))
-
-
-def _frame(message: bytes) -> bytes:
-    return LENGTH.pack(len(message)) + message
-
-
-def _receive(pipe: BinaryIO) -> bytes:
-    """Return a message. Raises EOFError: the other end is closed."""
-    head = pipe.read(LENGTH.size)
-    size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
-    message = pipe.read(size)
-    if not size or len(message) < size:
-        raise EOFError
-    return message

@@ -11,14 +11,14 @@ every epoch from (seed, epoch). `SeparateDocuments` makes a sample of each docum
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep.cut.order import sample_rng
-from samestep.data.arrow import map_once
+from samestep.data.arrow import Dataset, Features, List, Value, map_once
 from samestep.data.documents import load_split
 from samestep.data.row_report import add_notes
 from samestep.data.tokenizer import (
@@ -30,15 +30,8 @@ from samestep.data.tokenizer import (
 )
 from samestep.errors import UsageError
 from samestep.printing import format_count
-from samestep.recipe.extras import optional
 from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
-
-datasets = optional("datasets")
-if TYPE_CHECKING:
-    from datasets import Dataset, Features, List, Value
-else:
-    Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
 
 RING = 4  # stream of random numbers (see order.sample_rng)
 

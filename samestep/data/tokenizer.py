@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -15,19 +15,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data.arrow import ListColumn, hash_parts
+from samestep.data.arrow import Dataset, ListColumn, datasets, hash_parts
 from samestep.data.row_report import RowReport
 from samestep.errors import UsageError, explain_unwritable, reason
 from samestep.printing import format_count
-from samestep.recipe.extras import optional
 from samestep.recipe.reading import check_model_folder, format_name
-
-if TYPE_CHECKING:
-    import datasets
-    from datasets import Dataset
-else:
-    datasets = optional("datasets")
-    Dataset = datasets.Dataset
 
 MIN_UNKNOWN = 0.01  # share of unknown tokens of which a run says nothing
 BLOCK, MAX_BLOCKS = 10**5, 200  # tokens that are counted at once, and how many times, about, spread over all

@@ -449,7 +449,7 @@ def _read_texts(file: str) -> None:
 
 
 def _read_rows(file: str) -> None:
-    len(conversation_rows.load_rows([file], train_on="all"))
+    len(conversation_rows.load_rows([file], train_on="all").rows)
 
 
 def _read_images() -> None:

@@ -26,11 +26,12 @@ SHARED = {
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_schedule benchmarks boundaries bounds checkpoint docs equivalence errors exact_steps
-        exact_sum examples finetune_causal_lm finetune_classifier golden harness interrupt launch main metrics modern muon
-        no_code optim own_loops packaging plots preferences pretrain_bert pretrain_gpt2 printed_commands quantization
-        reading readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
-        terminal train_images variants watching
+        accumulating advice batch_schedule benchmarks boundaries bounds checkpoint conversations docs
+        equivalence errors exact_steps exact_sum examples finetune_causal_lm finetune_classifier golden harness
+        internals interrupt launch main metrics modern muon no_code optim own_loops packaging plots preferences
+        pretrain_bert pretrain_gpt2 printed_commands quantization reading readme recovery reduction rehearsal
+        reliability reproducible restarts run_files saved_models sharding terminal train_images variants
+        watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
@@ -39,7 +40,8 @@ HELPERS = {
     "samestep.contrib": ["run_accumulating", "run_own_trainer"],
 }
 """Room -> names of helpers that need it, where pytest looks for doctests."""
-MISSING = [room for room in OWN if find_spec(room) is None]
+MISSING = [room for room in OWN if find_spec(room) is None or find_spec(room).origin is None]
+"""Rooms that are not there. Where only the built-in data of contrib are, it has no file of its own."""
 
 PAGES = set() if "samestep.contrib" in MISSING else {"README.md", "loss.png"}
 """Files that a room leaves of a finished run."""

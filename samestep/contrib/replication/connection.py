@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from samestep._internals import torchft_replica
+from samestep.contrib.replication import torchft_internals
 from samestep.contrib.replication.processes import Processes
 from samestep.contrib.replication.shared_state import SharedState
 from samestep.recipe.run_settings import RunSettings
@@ -67,7 +67,7 @@ class Connection:
     def explain(self, error: Exception) -> str:
         """Say why the lighthouse gives no quorum, by the error of `wait_for_quorum`."""
         lighthouse = self.settings.lighthouse
-        if isinstance(error, TimeoutError) and torchft_replica.is_reachable(lighthouse):
+        if isinstance(error, TimeoutError) and torchft_internals.is_reachable(lighthouse):
             return f"replicas that live do not come to the lighthouse {lighthouse}"
         return f"the lighthouse {lighthouse} gives no quorum ({shorten_error(error)})"
 
@@ -86,7 +86,7 @@ class Connection:
 
         threading.Thread(target=call, daemon=True).start()
         while not concurrent.futures.wait([future], SECONDS_BETWEEN_TRIES).done:
-            if not torchft_replica.is_reachable(self.settings.lighthouse):
+            if not torchft_internals.is_reachable(self.settings.lighthouse):
                 raise ConnectionError("it does not answer")
         future.result()
 
@@ -101,7 +101,7 @@ class Connection:
             if number == self.num_managers:  # none of a manager that was let go of
                 self.state.set(state, self.manager.current_step())
 
-        self.manager = torchft_replica.make_manager(
+        self.manager = torchft_internals.make_manager(
             self.settings.lighthouse,
             self.device,
             self.processes.rank,
@@ -115,13 +115,13 @@ class Connection:
             set_state=set_state,
             on_new_group=self._note_new_group,
         )
-        torchft_replica.set_step(self.manager, self.processes.step)
+        torchft_internals.set_step(self.manager, self.processes.step)
 
     def _open_store(self) -> tuple[str, int] | None:
         """Open the store by which replicas find each other; its address, or None: the lighthouse is not reached."""
-        if not torchft_replica.is_reachable(self.settings.lighthouse):
+        if not torchft_internals.is_reachable(self.settings.lighthouse):
             return None
-        self.store, address = torchft_replica.open_store(self.settings.lighthouse)
+        self.store, address = torchft_internals.open_store(self.settings.lighthouse)
         return address
 
     def _note_new_group(self) -> None:
@@ -136,7 +136,7 @@ class Connection:
 
     def go_back(self) -> None:
         """Go back a step, so that this replica is behind, and gets its state from the others."""
-        torchft_replica.set_step(self.manager, max(0, self.processes.step - 1))
+        torchft_internals.set_step(self.manager, max(0, self.processes.step - 1))
 
     def begin_to_add_up(self, tensor: torch.Tensor) -> Any:
         """Begin to add a tensor of all replicas up in place; return what has to be waited for."""

@@ -79,7 +79,7 @@ register(
     CaptchaRecognition,
     Parts(
         settings="samestep.recipe.run_settings:RunSettings",
-        data="samestep.data.captchas:build",
+        data="samestep.contrib.builtin.captchas:build",
         model="samestep.models.captcha_recognition:ReadingSums",
         shape="stepplan.memory:captcha_recognition",
         script="train_captcha.py",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samestep import pages
+from samestep.contrib.showing.texts import find_place, read_sequences
 from samestep.data.conversation_rows import name_sources
 from samestep.data.conversations import Conversations
 from samestep.recipe.recipe import Recipe
@@ -26,7 +27,7 @@ class _Bin(NamedTuple):
     num_samples: int
 
 
-def write(recipe: Recipe, train: Conversations, held_out: Conversations | None, num_samples: int) -> str:
+def write_page(recipe: Recipe, train: Conversations, held_out: Conversations | None, num_samples: int) -> str:
     """Write the page.
 
     Args:
@@ -41,9 +42,9 @@ def write(recipe: Recipe, train: Conversations, held_out: Conversations | None, 
     samples = [
         {
             "id": sample_id,
-            "place": train.find_place(sample_id),
+            "place": find_place(train, sample_id),
             "source": train.source_names[train.source_numbers[sample_id]],
-            "sequences": train.read_sequences(sample_id),
+            "sequences": read_sequences(train, sample_id),
         }
         for sample_id in train.choose_samples(num_samples)
     ]
