@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 from samestep.errors import UsageError, nearest
 
@@ -97,6 +97,17 @@ SHAPES: dict[str, Callable[[float, "Schedule"], float]] = {
 """lr_scheduler_type -> its shape, a function of progress: 1 at the peak, 0 at the final learning rate."""
 STABLE = ("warmup_stable_decay", "warmup_stable_sqrt_decay")
 """Types that stay at the peak before a final fall."""
+
+
+class LearningRates(Protocol):
+    """The learning rate as a function of the step: a `Schedule`, or one that counts samples where the batch grows."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+
+    def __call__(self, step: int) -> float:
+        """Compute the learning rate of the update that follows `step` updates."""
 
 
 @dataclass(frozen=True)

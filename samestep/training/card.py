@@ -18,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.recipe.schedule import Schedule
-from samestep.recipe.step_plan import GrowingSchedule
+from samestep.recipe.schedule import LearningRates
+from samestep.training.launch import describe_reduce_dtype
 
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
 UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a step had
@@ -47,7 +46,7 @@ class Training:
     settings: RunSettings
     accelerator: Accelerator
     layout: Layout
-    schedule: Schedule | GrowingSchedule
+    schedule: LearningRates
     train: Any
     held_out: Any
     num_steps: int
@@ -121,10 +120,10 @@ class Training:
     def describe_communication(self) -> str | None:
         """Say what another algorithm than the exact step was, if one was."""
         if self.recipe.communication is not None:
-            return communication.describe(self.recipe.communication)
+            return self.recipe.communication.describe()
         if self.settings.reduce_dtype == "own":
             return None
-        return communication.describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
+        return describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
 
     def metadata(self, library: str) -> ModelCardData:
         """Return the front matter of the card, as the hub reads it.

@@ -1,12 +1,12 @@
 """The one list of what is not the usual way; what `samestep.contrib` holds is imported here alone, when a run asks for it."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
+from samestep.recipe.extras import is_there, load_way
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.copies import Copies, Peers, Store
@@ -33,7 +33,7 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 STRAGGLERS = "samestep.contrib.stragglers:Stragglers"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
-    (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
+    (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
@@ -41,15 +41,6 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
-
-
-def _is_there(place: str) -> bool:
-    """Tell whether a module was not deleted."""
-    module = place.partition(":")[0]
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _follows_noise(recipe: Recipe) -> bool:
@@ -64,8 +55,7 @@ def make_parts(run: "Run", parts: list[Part]) -> None:
 
 
 def _load(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)
+    return load_way(place, "this run")
 
 
 def choose_accelerator(settings: RunSettings) -> type[Accelerator]:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from samestep.errors import UsageError
 from samestep.recipe.settings import choice, from_text, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
+from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Growth, format_number
 
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
@@ -53,7 +53,7 @@ class Stage(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSchedule(Variant):
+class BatchSchedule(Growth):
     """A recipe's `batch_schedule`; fields of other kinds have their defaults."""
 
     KINDS: ClassVar = {
@@ -68,7 +68,6 @@ class BatchSchedule(Variant):
         rf"(?P<kind>seesaw) from (?P<first_size>{COUNT}){_RATE}",
         rf"(?P<kind>noise) (?P<more_tokens>{NUMBER}) from (?P<first_size>{COUNT}){_RATE}",
     )
-    EXAMPLES: ClassVar = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 
     kind: str = setting("stages, power, seesaw or noise")
     sizes: tuple[int, ...] = setting(
