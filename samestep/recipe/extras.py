@@ -25,24 +25,10 @@ DEPENDENCIES = {
     "yaml": "pyyaml",
 }
 """Packages of every installation, as in `EXTRAS`. A checkout, and a wheel installed with --no-deps, can lack some of it."""
+_DATA = {"datasets": "datasets>=5.2", "evaluate": "evaluate>=0.4.6", "matplotlib": "matplotlib", "pyarrow": "pyarrow"}
 EXTRAS = {
-    "text": {
-        "datasets": "datasets>=5.2",
-        "evaluate": "evaluate>=0.4.6",
-        "matplotlib": "matplotlib",
-        "pyarrow": "pyarrow",
-        "scipy": "scipy",
-        "sklearn": "scikit-learn",
-    },
-    "images": {
-        "PIL": "pillow",
-        "captcha": "captcha==0.7.1",
-        "datasets": "datasets>=5.2",
-        "evaluate": "evaluate>=0.4.6",
-        "matplotlib": "matplotlib",
-        "pyarrow": "pyarrow",
-        "sklearn": "scikit-learn",
-    },
+    "text": _DATA | {"scipy": "scipy", "sklearn": "scikit-learn"},
+    "images": {"PIL": "pillow", "captcha": "captcha==0.7.1"} | _DATA | {"sklearn": "scikit-learn"},
     "plots": {"matplotlib": "matplotlib"},
     "adapters": {"peft": "peft>=0.21"},
     "quantized": {"bitsandbytes": "bitsandbytes>=0.46"},

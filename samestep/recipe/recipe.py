@@ -277,13 +277,7 @@ class Recipe:
         is_decayed = self.lr_scheduler_type in schedule.STABLE
         longest = base.find_last_warmup()
         if num_warmup_steps > longest:
-            tenth = schedule.warmup_steps(
-                num_warmup_steps=None,
-                warmup_epochs=None,
-                warmup_ratio=0.1,
-                num_steps=num_steps,
-                steps_per_epoch=steps_per_epoch,
-            )
+            tenth = schedule.warmup_steps(warmup_ratio=0.1, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
             steps, ratio = (tenth, 0.1) if tenth <= longest else (0, 0)
             remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
             if numbers.warmup_epochs is not None:
