@@ -1,22 +1,13 @@
-"""Values of a recipe that are of one of several kinds with fields of their own: mappings, on a command line sentences.
+"""Values of a recipe that are of one of several kinds, with fields of their own: mappings, on a command line sentences.
 
-The kinds are of `samestep.contrib`; recipes and the planner know what they have in common.
+The kinds are of `samestep.contrib`; here is what recipes and the planner know of them.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any, ClassVar, Self
 
-from samestep.errors import UsageError, nearest
 from samestep.recipe.extras import load_way
-from samestep.recipe.reading import format_value
-from samestep.recipe.settings import build, from_text
-
-COUNT, NUMBER = r"[1-9][0-9]{0,7}", r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-"""Regular expressions: whole numbers from 1 to `LARGEST_COUNT`, and numbers without sign or exponent."""
-LARGEST_COUNT = 10**8 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +18,6 @@ class Variant:
         FIELD: name of the field of a recipe.
         PLACE: MODULE:CLASS of the class that has the kinds.
         KINDS: kind -> its fields, those that it needs and those that it may have.
-        DEFAULTS: kind -> values of fields that it may have, where they are not given.
-        SENTENCES: regular expressions, whose named groups are fields.
         EXAMPLES: sentences, for messages.
         kind: a key of `KINDS`.
     """
@@ -36,8 +25,6 @@ class Variant:
     FIELD: ClassVar[str]
     PLACE: ClassVar[str]
     KINDS: ClassVar[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]]
-    DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {}
-    SENTENCES: ClassVar[tuple[str, ...]]
     EXAMPLES: ClassVar[str]
     kind: str
 
@@ -59,37 +46,12 @@ class Variant:
             return value
         if not isinstance(value, str | Mapping):
             raise TypeError(repr(value))
-        return cls.find_class()._read(value)
+        return cls.find_class().read_kind(value)
 
     @classmethod
-    def _read(cls, value: str | Mapping[str, Any]) -> Self:
-        given = cls.read_sentence(value) if isinstance(value, str) else value
-        values = {name: part for name, part in given.items() if part is not None}
-        kind = values.get("kind")
-        if not isinstance(kind, str) or kind not in cls.KINDS:
-            subject = "kind is missing" if kind is None else f"kind is {format_value(kind)}"
-            raise UsageError(f"{subject}, must be one of {', '.join(cls.KINDS)}")
-        needed, optional = cls.KINDS[kind]
-        known = ("kind", *needed, *optional)
-        problems = [
-            f"{kind} has no {format_value(key)}: {nearest(str(key)[:60], known)}" for key in values if key not in known
-        ]
-        problems += [f"{kind} needs {name}" for name in needed if name not in values]
-        if problems:
-            raise UsageError(problems)
-        try:
-            found: Self = build(cls, {**cls.DEFAULTS.get(kind, {}), **values}, kind)
-        except UsageError as error:
-            raise UsageError([problem.removeprefix(f"{kind}: ") for problem in error.problems]) from None
-        return found
-
-    @classmethod
-    def read_sentence(cls, text: str) -> dict[str, Any]:
-        """Read a sentence into a mapping, whose values are not yet checked. Raises UsageError for any other text."""
-        for pattern in cls.SENTENCES:
-            if match := re.fullmatch(pattern, text):
-                return {name: from_text(word, int) for name, word in match.groupdict().items() if word is not None}
-        raise UsageError(f"it is written like {cls.EXAMPLES}")
+    def read_kind(cls, value: str | Mapping[str, Any]) -> Self:
+        """Read a mapping or a sentence, in the class that has the kinds."""
+        raise NotImplementedError
 
     @property
     def sentence(self) -> str:
@@ -99,13 +61,7 @@ class Variant:
     @property
     def mapping(self) -> dict[str, Any]:
         """The mapping that `read` takes: the kind's own fields, those without a value left out."""
-        names = ("kind", *self.KINDS[self.kind][0], *self.KINDS[self.kind][1])
-        values = {name: getattr(self, name) for name in names}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value is not None
-        }
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,13 +117,3 @@ class Algorithm(Variant):
             moment_bytes: bytes per parameter that the optimizer remembers.
         """
         raise NotImplementedError
-
-
-def format_number(number: float) -> str:
-    """Write a number with all its digits, and without an exponent.
-
-    >>> format_number(0.25), format_number(2.0), format_number(1e-05), format_number(8000)
-    ('0.25', '2', '0.00001', '8000')
-    """
-    text = format(Decimal(repr(number)), "f")
-    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -22,8 +22,9 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from samestep.contrib.kinds import COUNT, LARGEST_COUNT, NUMBER, Kinds, format_number
 from samestep.recipe.settings import FRACTION, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Algorithm, format_number
+from samestep.recipe.variants import Algorithm
 
 DILOCO = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 """DiLoCo's outer optimizer, as published."""
@@ -31,7 +32,7 @@ MAX_WORKERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Communication(Algorithm):
+class Communication(Kinds, Algorithm):
     """A recipe's `communication`; fields of other kinds have their defaults."""
 
     KINDS: ClassVar = {

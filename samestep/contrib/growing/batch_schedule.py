@@ -27,9 +27,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
+from samestep.contrib.kinds import COUNT, LARGEST_COUNT, NUMBER, Kinds, format_number
 from samestep.errors import UsageError
 from samestep.recipe.settings import choice, from_text, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Growth, format_number
+from samestep.recipe.variants import Growth
 
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
@@ -53,7 +54,7 @@ class Stage(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSchedule(Growth):
+class BatchSchedule(Kinds, Growth):
     """A recipe's `batch_schedule`; fields of other kinds have their defaults."""
 
     KINDS: ClassVar = {
@@ -116,7 +117,7 @@ class BatchSchedule(Growth):
 
     @classmethod
     def read_sentence(cls, text: str) -> dict[str, Any]:
-        """Read "16, 32 at 0.25, rate by sqrt" and its like, as `Variant.read_sentence`.
+        """Read "16, 32 at 0.25, rate by sqrt" and its like, as `Kinds.read_sentence`.
 
         >>> print(BatchSchedule.read("16, 32 at 25 %, 64 at 0.5"))
         16, 32 at 0.25, 64 at 0.5
