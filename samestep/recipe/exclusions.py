@@ -16,6 +16,8 @@ WAYS = (
     "samestep.contrib.replication.exclusions:RULES",
     "samestep.contrib.growing.exclusions:RULES",
     "samestep.contrib.communication.exclusions:RULES",
+    "samestep.contrib.noise.exclusions:RULES",
+    "samestep.contrib.optim.exclusions:RULES",
 )
 """MODULE:NAME of the rows that ways bring; a way that was deleted has none."""
 CUT_SETTINGS = (
@@ -63,63 +65,10 @@ RULES: list[Rule] = [
         "leave it out, and give an output_dir that all machines see",
     ),
     Rule(
-        lambda f: f.noise_scale_steps is not None and f.is_sharded,
-        "noise_scale_steps is {f.noise_scale_steps}, but the launch file shards weights (FSDP), whose gradients are "
-        "reduced before hooks see them",
-        f"leave it out, or {MULTI_GPU}",
-    ),
-    Rule(
-        lambda f: f.noise_scale_steps is not None and f.global_batch_size == 1,
-        "noise_scale_steps is {f.noise_scale_steps}, but a global batch of one sample says nothing of its noise",
-        "leave it out, or set global_batch_size to 2 or more",
-    ),
-    Rule(
-        lambda f: f.noise_scale_steps is not None and f.is_folded,
-        "noise_scale_steps is {f.noise_scale_steps}, but accumulation is optimizer, which takes the gradients away",
-        "leave it out, or set accumulation to gradient",
-    ),
-    Rule(
-        lambda f: f.noise_scale_steps is not None and f.normalization == "batch",
-        "noise_scale_steps is {f.noise_scale_steps}, but normalization is batch, so that the gradients of a step's "
-        "samples depend on each other",
-        "leave it out, or set normalization to group or frozen",
-    ),
-    # Optimizers, and a base in 4 bits
-    Rule(
-        lambda f: f.optimizer_name == "adamw_8bit" and f.dtype != "float32",
-        "dtype is {f.dtype}, but optimizer is adamw_8bit, which computes in float32",
-        "set one of them to its default",
-    ),
-    Rule(
-        lambda f: f.optimizer_name == "adamw_8bit" and f.is_sharded,
-        "optimizer is adamw_8bit, but the launch file shards weights (FSDP), so that the rounding of moments would "
-        "depend on the number of processes",
-        f"set it to adamw, or {MULTI_GPU}",
-    ),
-    Rule(
         lambda f: f.base_quantization is not None and f.is_sharded,
         "base_quantization is {f.base_quantization}, but the launch file shards weights (FSDP), which cannot hold "
         "rows of packed weights",
         f"{MULTI_GPU}, or set it to null",
-    ),
-    # Gradients that add up in the optimizer's moments
-    Rule(
-        lambda f: f.is_folded and f.on_nonfinite == "skip",
-        "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when "
-        "it is found",
-        "set it to stop, or accumulation to gradient",
-    ),
-    Rule(
-        lambda f: f.is_folded and f.is_sharded,
-        "accumulation is optimizer, but the launch file shards weights (FSDP), whose gradients are parts of tensors "
-        "that hooks do not see",
-        f"set it to gradient, or {MULTI_GPU}",
-    ),
-    Rule(
-        lambda f: f.is_folded and f.is_fp16,
-        "accumulation is optimizer, but mixed_precision is fp16, where a step whose scaled gradient overflows must be "
-        "left out, but then it is in the moments already",
-        "set it to gradient, or mixed_precision to bf16 or no",
     ),
     # The same bits on any number of processes
     *each(
