@@ -27,6 +27,11 @@ CUT_SETTINGS = (
 """Settings that --reproducible excludes, and why."""
 
 RULES: list[Rule] = [
+    Rule(  # the first one: what others propose would not help
+        lambda f: f.is_sharded and not f.may_shard,
+        "the launch file shards weights (FSDP), which only programs of language models do",
+        MULTI_GPU,
+    ),
     *(rule for place in WAYS if is_there(place) for rule in load_way(place, "a rule")),
     Rule(
         lambda f: (
@@ -48,11 +53,6 @@ RULES: list[Rule] = [
         f"leave it out, or {MULTI_GPU}",
     ),
     # What shards, and what watches
-    Rule(
-        lambda f: f.is_sharded and not f.may_shard,
-        "the launch file shards weights (FSDP), which only programs of language models do",
-        MULTI_GPU,
-    ),
     Rule(
         lambda f: f.digest_steps is not None and f.is_sharded,
         "digest_steps is {f.digest_steps}, but the launch file shards weights (FSDP), so that no process has whole "
