@@ -49,7 +49,7 @@ TINY = SHAPE | {
 
 def make_recipes() -> dict[str, Recipe]:
     """Make the recipes of the ways; all but the stages have as many samples, and of warm-up, too."""
-    from samestep.recipe.step_plan import plan_steps
+    from samestep.contrib.growing.step_plan import plan_steps
 
     steps = SAMPLES // BATCH
     own = SHAPE | {"lr_scaling_rule": "none", "max_train_steps": steps, "num_warmup_steps": steps // 10}

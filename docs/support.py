@@ -17,8 +17,8 @@ from harness import table
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import TASKS, catalog_names, load
-from samestep.recipe.communication import Communication
 from samestep.recipe.exclusions import RULES, find_refusal
+from samestep.recipe.variants import Algorithm
 from stepplan.hardware import parse
 from stepplan.methods import METHODS
 from stepplan.placement import Placement, place
@@ -141,7 +141,7 @@ def communication() -> str:
     """Make the table of algorithms that send less, by precision and launcher."""
     lines = []
     for text in COMMUNICATIONS:
-        found, cells = Communication.read(text), []
+        found, cells = Algorithm.read(text), []
         for precision, is_sharded in LAUNCHES:
             refusal = find_refusal(communication=found, mixed_precision=precision, is_sharded=is_sharded)
             cells.append(

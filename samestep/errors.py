@@ -12,20 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    "LOST_PROCESS",
-    "LostProcessError",
-    "RunError",
-    "UsageError",
-    "exit_code",
-    "explain_unwritable",
-    "is_lost_connection",
-    "is_utf8",
-    "nearest",
-    "reason",
-    "will_be_restarted",
-]
-
 PROCESS_0_SECONDS = 3
 CACHES = {
     "HF_DATASETS_CACHE": "$HF_HOME/datasets",

@@ -15,6 +15,18 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def describe_sizes(sizes: list[tuple[int, int]]) -> str:
+    """Say how a batch grows, stage by stage if they are few.
+
+    >>> describe_sizes([(100, 16), (50, 32)]), describe_sizes([(9, size) for size in range(16, 48)])
+    ('batch 16 (100 steps), 32 (50)', 'batch 16 to 47 in 32 stages')
+    """
+    if len(sizes) > 6:
+        return f"batch {sizes[0][1]:,} to {sizes[-1][1]:,} in {len(sizes)} stages"
+    (number, size), *others = sizes
+    return ", ".join([f"batch {size:,} ({number:,} steps)", *(f"{size:,} ({number:,})" for number, size in others)])
+
+
 def round_number(value: float) -> str:
     """Write a number of 0.01 or more in two or three significant digits, with words for large ones.
 

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.recipe.communication import count_sent_bytes, describe
 from samestep.recipe.exclusions import find_refusal
 from stepplan.convnet import ConvNet
 from stepplan.costs import Terms, describe_costs
@@ -151,13 +150,9 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
 
 def _describe_communication(workload: Workload) -> str | None:
     """Say that the recipe's `communication` is another algorithm, and what a worker sends; None: the exact step."""
-    found, count = workload.communication, count_trained(workload.model)
-    if found is None:
+    if workload.communication is None:
         return None
-    text = describe(found)
-    if found.kind != "power_sgd":  # whose bytes depend on the shape of each tensor
-        own, exact = (count_sent_bytes(each, [(count,)]) / 1e6 for each in (found, None))
-        text += f"; a worker sends {own:,.3g} MB a step on average, in the exact step {exact:,.3g}"
+    text = workload.communication.describe_traffic(count_trained(workload.model))
     return f"{text}. Times and batches are planned as for the exact step"
 
 

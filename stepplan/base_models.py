@@ -28,19 +28,12 @@ SECONDS = 10
 """Longest wait for an answer of the hub."""
 UNKNOWN_VOCABULARY = 2**15
 """Words of a tokenizer that nobody has read."""
-LARGEST_EXPERTS = 2**14
 FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.startswith("n_")} | {
-    "num_experts": LARGEST_EXPERTS,
-    "num_local_experts": LARGEST_EXPERTS,
-    "n_routed_experts": LARGEST_EXPERTS,
-    "num_experts_per_tok": LARGEST_EXPERTS,
-    "n_shared_experts": LARGEST_EXPERTS,
+    **dict.fromkeys(
+        "num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts".split(), 2**14
+    ),
     "moe_intermediate_size": 2**20,
-    "q_lora_rank": 2**17,
-    "kv_lora_rank": 2**17,
-    "qk_rope_head_dim": 2**17,
-    "qk_nope_head_dim": 2**17,
-    "v_head_dim": 2**17,
+    **dict.fromkeys("q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(), 2**17),
     "sliding_window": 2**24,
     "first_k_dense_replace": 10_000,
 }

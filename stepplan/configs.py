@@ -96,23 +96,12 @@ def model_from_config(
 
 # Field -> its largest value that is accepted, as in recipes.
 SIZES = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 10_000,
-    "num_attention_heads": 2**17,
-    "num_key_value_heads": 2**17,
-    "head_dim": 2**17,
-    "max_position_embeddings": 2**24,
-    "type_vocab_size": 2**24,
-    "n_positions": 2**24,
-    "n_embd": 2**17,
-    "n_layer": 10_000,
-    "n_head": 2**17,
-    "n_inner": 2**20,
+    **dict.fromkeys("vocab_size max_position_embeddings type_vocab_size n_positions num_labels".split(), 2**24),
+    **dict.fromkeys("hidden_size num_attention_heads num_key_value_heads head_dim".split(), 2**17),
+    **dict.fromkeys("n_embd n_head embedding_size".split(), 2**17),
+    **dict.fromkeys("intermediate_size n_inner".split(), 2**20),
+    **dict.fromkeys("num_hidden_layers n_layer".split(), 10_000),
     "num_channels": 2**14,
-    "embedding_size": 2**17,
-    "num_labels": 2**24,
 }
 LISTS = {"hidden_sizes": 2**17, "depths": 1000}
 MAX_STAGES = 64

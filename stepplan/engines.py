@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.errors import UsageError, nearest
+from samestep.pages import make_environment
 from samestep.recipe.reading import format_name
+from samestep.recipe.settings import find_flag
 from stepplan.page import TEMPLATES
 from stepplan.placement import Placement
 
@@ -116,13 +118,11 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
     Raises:
         UsageError: a recipe without a script, no output folder, or a device that the engine has no name for.
     """
-    import jinja2
-
     engine, hardware, workload = ENGINES[engine_name], placement.hardware, placement.workload
     if workload.script is None:
         raise UsageError(f"{workload.name} has no script of this repository, so that there is nothing to launch")
-    output_dir = _find_flag(run_words, "output_dir")
-    if output_dir is None:
+    output_dir = find_flag(run_words, "output_dir")
+    if not output_dir:
         raise UsageError(
             "output_dir is missing: name a folder that all machines see: -- --output_dir /shared/runs/NAME"
         )
@@ -138,7 +138,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
     launch_file = "launch.yaml"
     command = placement.command(launch_file)
     is_elastic = not engine.rank
-    if is_elastic and _find_flag(run_words, "fault_tolerance") is None:
+    if is_elastic and find_flag(run_words, "fault_tolerance") is None:
         run_words = [*run_words, "--fault_tolerance", "restart"]
     elif "--resume_from_checkpoint" not in run_words:
         run_words = [*run_words, "--resume_from_checkpoint", "latest"]
@@ -151,14 +151,8 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
     script_command = re.sub(r"^.*?(?=\S*scripts/)", "", command, count=1, flags=re.DOTALL)
     program, *program_flags = shlex.split(script_command.replace("\\\n", " "))
     seconds = placement.seconds_to_end
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES / "engines"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"quote": shlex.quote, "indent_by": _indent}
+    environment = make_environment(TEMPLATES / "engines", is_page=False)
+    environment.filters["quote"] = shlex.quote
     job: str = environment.get_template(engine.template).render(
         name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower()).strip("-") or "training",
         num_nodes=hardware.num_nodes,
@@ -199,15 +193,6 @@ def _list_environment(placement: Placement) -> dict[str, str]:
     return variables
 
 
-def _find_flag(words: Sequence[str], name: str) -> str | None:
-    """Find the value of a flag in the words of a command line."""
-    for index, word in enumerate(words):
-        flag, is_joined, value = word.partition("=")
-        if flag == f"--{name}":
-            return value if is_joined else next(iter(words[index + 1 :]), None)
-    return None
-
-
 def _format_time(seconds: float) -> str:
     """Write a time limit as Slurm reads it, days-hours:minutes:seconds, rounded up to 10 minutes.
 
@@ -217,8 +202,3 @@ def _format_time(seconds: float) -> str:
     minutes = 10 * math.ceil(seconds / 600)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02}:{minutes:02}:00"
-
-
-def _indent(text: str, width: int) -> str:
-    """Indent all lines that hold something."""
-    return "".join(" " * width * bool(line.strip()) + line for line in text.splitlines(keepends=True))

@@ -13,18 +13,9 @@ NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; non
 DEVICES = Path(__file__).parent / "devices"
 QUANTITY = limit(LARGEST, 1e-6)
 LINES = ("must be a list of lines of text", lambda value: all(map(LINE.holds, value)))
-DISTRIBUTED_TYPES = (
-    "MULTI_CPU",
-    "MULTI_GPU",
-    "MULTI_HPU",
-    "MULTI_MLU",
-    "MULTI_MUSA",
-    "MULTI_NEURON",
-    "MULTI_NPU",
-    "MULTI_SDAA",
-    "MULTI_XPU",
-    "XLA",
-)
+DISTRIBUTED_TYPES = """
+    MULTI_CPU MULTI_GPU MULTI_HPU MULTI_MLU MULTI_MUSA MULTI_NEURON MULTI_NPU MULTI_SDAA MULTI_XPU XLA
+""".split()
 PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
 MAX_DEVICES = 2**17
 """Largest number of devices of a plan; more than any machine has."""

@@ -139,11 +139,9 @@ def find_models(
 
 def _is_better(fit: Fit, other: Fit) -> bool:
     """Tell whether a method allows longer samples than another one, or is `FASTER`."""
-    lengths, speeds = (
-        [each.longest.workload.model.length for each in (fit, other)],
-        [1 / Remedy({}, each.typical).seconds_per_unit for each in (fit, other)],
-    )
-    return lengths[0] > lengths[1] or speeds[0] > (1 + FASTER) * speeds[1]
+    length, other_length = (each.longest.workload.model.length for each in (fit, other))
+    seconds, other_seconds = (Remedy({}, each.typical).seconds_per_unit for each in (fit, other))
+    return length > other_length or 1 / seconds > (1 + FASTER) / other_seconds
 
 
 def _find_lengths(name: str, method: Method, hardware: Hardware, lengths: list[int], batch: int) -> Fit | None:

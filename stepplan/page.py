@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.pages import (
     format_duration,
@@ -22,39 +22,21 @@ from samestep.pages import (
     make_environment,
 )
 
-if TYPE_CHECKING:  # imported by those who render a page
-    import jinja2
-
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_BAR = 1.5
 """Largest length of a bar, in memories of the device; longer bars are cut off and marked."""
-OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
-STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "energy_kwh", "tokens_per_second")
-COSTS = ("seconds_to_end", "seconds_to_end_range", "cost", "cost_range", "cost_per_epoch", "cost_per_billion_tokens")
-DATES = ("is_adapter", "start", "end", "write_command")
-DISK = ("disk_bytes", "data_bytes", "download_bytes", "host_memory", "checkpoint_bytes", "model_bytes")
-INTERRUPTIONS = ("checkpoint_seconds", "checkpointing_seconds", "interruption_seconds", "interruption_cost")
-SPOT = ("interruptions_per_day", "seconds_with_interruptions", "cost_with_interruptions")
 LONGEST_NAME = 17
 """Characters of a hardware's name beside a bar."""
 TIME_UNITS = ((3600, "hours"), (60, "minutes"), (0, "seconds"))
-CHARTS = ("micro_batches", "learning_rates", "scale", "rows")
-OPTIONAL = (
-    *OPTIMIZER,
-    *STEPS,
-    *COSTS,
-    *DATES,
-    *DISK,
-    *INTERRUPTIONS,
-    *SPOT,
-    *CHARTS,
-    "warnings",
-    "notes",
-    "unverified",
-    "device",
-    "expect",
-    "hint",
-)
+OPTIONAL = """
+    learning_rate muon_learning_rate adam_beta1 adam_beta2 adam_epsilon warmup_epochs num_steps num_warmup_steps
+    steps_per_epoch energy_kwh tokens_per_second seconds_to_end seconds_to_end_range cost cost_range cost_per_epoch
+    cost_per_billion_tokens is_adapter start end write_command disk_bytes data_bytes download_bytes host_memory
+    checkpoint_bytes model_bytes checkpoint_seconds checkpointing_seconds interruption_seconds interruption_cost
+    interruptions_per_day seconds_with_interruptions cost_with_interruptions micro_batches learning_rates scale rows
+    warnings notes unverified device expect hint
+""".split()
+"""Keys of an answer that may be missing."""
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 WORDS = {
     "products": "matrix products",
@@ -108,7 +90,7 @@ def fits_page(answer: dict[str, Any], table: Sequence[Sequence[str]], band: str)
     return page
 
 
-def _make_environment() -> "jinja2.Environment":
+def _make_environment() -> Any:
     environment = make_environment(TEMPLATES)
     environment.filters["name"] = _name
     return environment

@@ -1,6 +1,7 @@
 """The questions of a run to the planner; see `samestep.recipe.prediction`."""
 
 import dataclasses
+from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.recipe.recipe import Recipe
@@ -9,15 +10,7 @@ from stepplan.workload import from_recipe
 
 
 def predict_memory(
-    recipe: Recipe,
-    layout: Layout,
-    *,
-    attention: str,
-    more_gradient_bytes: int,
-    mixed_precision: str,
-    gradient_checkpointing: bool,
-    sharded: bool,
-    num_shards: int | None,
+    recipe: Recipe, layout: Layout, *, attention: str, more_gradient_bytes: int, **options: Any
 ) -> int | None:
     """Predict the bytes that one process needs in a step; None: there is no formula for the recipe.
 
@@ -25,20 +18,11 @@ def predict_memory(
         recipe, layout: what is trained, and how the step is cut.
         attention: sdpa or eager.
         more_gradient_bytes: of each parameter, beside its gradient's own.
-        mixed_precision: of the launch: no, bf16 or fp16.
-        gradient_checkpointing: whether activations are recomputed.
-        sharded, num_shards: whether weights are divided, and among how many processes; None: all.
+        options: of the launch, as of `memory.planned_memory`.
     """
     if not has_formula(recipe):
         return None
     workload = from_recipe(recipe, attention=attention)
     if more_gradient_bytes:
         workload = dataclasses.replace(workload, gradient_bytes=more_gradient_bytes + workload.gradient_bytes)
-    memory = workload.memory(
-        layout,
-        mixed_precision=mixed_precision,
-        gradient_checkpointing=gradient_checkpointing,
-        sharded=sharded,
-        num_shards=num_shards,
-    )
-    return int(memory.total)
+    return int(workload.memory(layout, **options).total)

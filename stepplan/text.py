@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.printing import line_width, round_number, wrap
+from samestep.printing import describe_sizes, line_width, round_number, wrap
 from samestep.recipe.reading import is_installed
-from samestep.recipe.step_plan import describe_sizes, explain_accumulation
+from samestep.recipe.recipe import explain_accumulation
 from stepplan.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
 from stepplan.placement import BAND, RESERVED
 

@@ -211,12 +211,8 @@ def ring(p: int, num_bytes: float, bandwidth: float, latency: float) -> float:
     return 2 * (p - 1) * (latency + num_bytes / p / bandwidth)
 
 
-ALL_REDUCE: dict[str, Callable[[int, float, float, float], float]] = {
-    "naive": naive,
-    "tree": tree,
-    "recursive_doubling": recursive_doubling,
-    "ring": ring,
-}
+AllReduce = Callable[[int, float, float, float], float]
+ALL_REDUCE: dict[str, AllReduce] = {way.__name__: way for way in (naive, tree, recursive_doubling, ring)}
 
 
 def all_reduce(hardware: Hardware, num_bytes: float, calibration: Calibration = CALIBRATION) -> float:

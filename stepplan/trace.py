@@ -23,7 +23,7 @@ from transformers.utils.generic import find_labels
 
 from samestep._internals import torch_tracing, transformers_models
 from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, imitate_cuda, tree_leaves
-from samestep.errors import UsageError
+from samestep.errors import UsageError, reason
 from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Recipe
@@ -318,11 +318,6 @@ def find_shape(name_or_path: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype", "text_config")}
 
 
-def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    with transformers_models.skip_weight_initialization():
-        return model_class(config)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Any model of transformers
 
@@ -389,9 +384,10 @@ def trace_config(
 
     def build() -> PreTrainedModel:
         try:
-            return _build(model_class, config)
+            with transformers_models.skip_weight_initialization():
+                return model_class(config)
         except Exception as error:  # of any kind: the config is somebody's
-            raise UsageError(f"{name} of {name_or_path} cannot be made of its config: {_line(error)}") from None
+            raise UsageError(f"{name} of {name_or_path} cannot be made of its config: {reason(error)}") from None
 
     def loss(model: nn.Module, num_samples: int) -> Tensor:
         inputs = dict.fromkeys([main_input, *labels])
@@ -403,7 +399,7 @@ def trace_config(
             return model(**inputs).loss
         except Exception as error:  # of any kind: the code is not ours
             raise UsageError(
-                f"{name} of {name_or_path} cannot be traced on {', '.join(inputs)}: {_line(error)}"
+                f"{name} of {name_or_path} cannot be traced on {', '.join(inputs)}: {reason(error)}"
             ) from None
 
     with (
@@ -431,10 +427,10 @@ def _config(name_or_path: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except OSError as error:
         raise UsageError(
-            f"{name_or_path} is no folder or file with a model's config, nor on the hub: {_line(error)}"
+            f"{name_or_path} is no folder or file with a model's config, nor on the hub: {reason(error)}"
         ) from None
     except Exception as error:  # whatever the config holds
-        raise UsageError(f"the config of {name_or_path} is not one of transformers: {_line(error)}") from None
+        raise UsageError(f"the config of {name_or_path} is not one of transformers: {reason(error)}") from None
     config.get_text_config().use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token begins a text makes no difference here
@@ -450,10 +446,6 @@ def _model_class(name_or_path: str, config: PreTrainedConfig) -> type[PreTrained
     if not classes:
         raise UsageError(f"{config.model_type} of {name_or_path} has no class with a loss for text or images")
     return classes[0]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 class Line(NamedTuple):
@@ -533,11 +525,11 @@ def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdp
 
     lines = []
     for mixed_precision in ("no", "bf16"):
-        peaks = [[measure_activations(mixed_precision, b) for b in pair] for pair in TRACED_SIZES]
+        peaks = [[measure_activations(mixed_precision, b) for b in sizes] for sizes in TRACED_SIZES]
         lines.append(
             [
-                tuple(fit_line(*ends, pair) for ends, pair in zip(pass_peaks, TRACED_SIZES, strict=True))
-                for pass_peaks in _group_by_pass(peaks)
+                tuple(fit_line(a[index], b[index], sizes) for (a, b), sizes in zip(peaks, TRACED_SIZES, strict=True))
+                for index in (0, 1)  # forward and backward
             ]
         )
     trace = trace_config(name_or_path, 1, length, mixed_precision="no", attn_implementation=attn_implementation)
@@ -552,8 +544,3 @@ def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdp
         forward=(lines[0][0], lines[1][0]),
         backward=(lines[0][1], lines[1][1]),
     )
-
-
-def _group_by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """Reorder [pair][end][pass] to [pass][pair][end]; the passes are forward and backward."""
-    return [[(pair[0][index], pair[1][index]) for pair in peaks] for index in (0, 1)]

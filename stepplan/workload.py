@@ -8,13 +8,12 @@ from typing import Any
 from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.recipe.communication import Communication, count_kept_bytes
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Refusal
-from samestep.recipe.schedule import Schedule
-from samestep.recipe.step_plan import GrowingSchedule, plan_steps
+from samestep.recipe.schedule import LearningRates
 from samestep.recipe.tasks.images import ImageRecipe
+from samestep.recipe.variants import Algorithm
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder
 from stepplan.memory import (
@@ -69,7 +68,7 @@ class Workload:
     global_batch_size: int
     num_steps: int | None = None
     steps_per_epoch: float | None = None
-    schedule: Schedule | GrowingSchedule | None = None
+    schedule: LearningRates | None = None
     sizes: tuple[tuple[int, int], ...] = ()
     script: str | None = None
     script_words: tuple[str, ...] = ()
@@ -85,7 +84,7 @@ class Workload:
     base_quantization: str | None = None
     download_bytes: int = 0
     orthogonalized: tuple[tuple[int, int], ...] = ()
-    communication: Communication | None = None
+    communication: Algorithm | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -114,7 +113,7 @@ class Workload:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
         moment_bytes = self.moment_bytes
         if self.communication is not None:
-            moment_bytes += count_kept_bytes(self.communication, layout.num_processes, self.moment_bytes)
+            moment_bytes += self.communication.count_kept_bytes(layout.num_processes, self.moment_bytes)
         return planned_memory(
             self.model, layout, **options, moment_bytes=moment_bytes, gradient_bytes=self.gradient_bytes
         )
@@ -193,7 +192,7 @@ def from_recipe(
         num_steps, per_epoch = num_steps or layouts.num_steps(exact, recipe.num_train_epochs), float(exact)
     counts_epochs = (recipe.warmup_epochs, recipe.scaled_hyperparameters().warmup_epochs) != (None, None)
     has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
-    plan = None if recipe.batch_schedule is None else plan_steps(recipe, num_samples)
+    plan = None if recipe.batch_schedule is None else recipe.batch_schedule.plan_steps(recipe, num_samples)
     schedule: Any
     if recipe.batch_schedule is None:
         schedule = recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None

@@ -6,9 +6,10 @@ import math
 import pytest
 
 from samestep import cli
+from samestep.contrib.advice import ramp
+from samestep.contrib.growing import step_plan
 from samestep.errors import exit_code
 from samestep.recipe import catalog as recipes
-from samestep.recipe import ramp, step_plan
 from samestep.recipe.batch_size import Measurement
 
 EVEN = (1.0, 9.0, 0.1)

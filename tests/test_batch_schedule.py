@@ -13,11 +13,11 @@ from compare import parameters, relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.contrib.growing.step_plan import plan_steps
 from samestep.cut.order import Order
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load
-from samestep.recipe.step_plan import plan_steps
 
 
 def small(schedule: str | None, batch: int = 64, **changes):

@@ -1,6 +1,7 @@
 """Imports go one way between rooms; the lower rooms and the planner need no torch; the audit knows nothing of the rest."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,9 @@ AUDIT_IMPORTS = {
 }  # the last for its Trainer's loss only
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "samestep").rglob("*.py"))
 PLANNER = sorted(path.relative_to(ROOT) for path in (ROOT / "stepplan").rglob("*.py"))
+BROUGHT = "contrib/(kinds|growing/|communication/algorithms|.*exclusions|.*__init__)"
+OF_RECIPES = [path for path in MODULES if re.search(BROUGHT, str(path))]
+"""What contrib brings to recipes, and to their plans."""
 AUDIT = sorted(path.relative_to(ROOT) for path in (ROOT / "stepaudit").rglob("*.py"))
 
 
@@ -71,6 +75,15 @@ def test_imports_go_one_way(module):
         if room in TORCHLESS:
             assert name[:2] != ("samestep", "_internals"), f"{module} imports what needs torch"
             assert name[0] in WITHOUT_TORCH, f"{module}: {name[0]}"
+
+
+@pytest.mark.parametrize("module", OF_RECIPES, ids=str)
+def test_recipes_of_all_kinds_are_read_and_planned_without_torch(module):
+    for name in imports(module):
+        assert name[0] in WITHOUT_TORCH, f"{module}: {name[0]}"
+        if name[0] == "samestep" and name[1] != "contrib":
+            assert name[1] in TORCHLESS, f"{module} imports {'.'.join(name)}"
+        assert name[:2] != ("samestep", "contrib") or Path(*name[:-1]).with_suffix(".py") in OF_RECIPES, name
 
 
 @pytest.mark.parametrize("module", PLANNER, ids=str)

@@ -10,12 +10,12 @@ from common import TINIES, all_metrics, evaluations, metrics
 from compare import parameters, relative
 from torch import nn
 
+from samestep.contrib.communication.algorithms import Communication, count_sent_bytes
 from samestep.contrib.communication.compression import PowerSgd, TopK
 from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.recipe.communication import Communication, count_sent_bytes
 from samestep.recipe.exclusions import find_refusal
 from samestep.training.checkpoint import checkpoints, read
 

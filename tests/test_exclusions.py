@@ -98,7 +98,7 @@ def test_rows_ask_for_facts_that_exist():
     known = LAUNCH | {name for cls in (Facts, *CLASSES) for name in dir(cls)}
     known |= {name for cls in CLASSES for name in getattr(cls, "__dataclass_fields__", ())}
     folder = ROOT / "samestep" / "recipe"
-    files = [folder / "rules.py", *(folder / "exclusions").glob("*.py"), *(folder / "tasks").glob("*.py")]
+    files = [folder / "rules.py", *(folder / "tasks").glob("*.py"), *(ROOT / "samestep").rglob("exclusions.py")]
     asked = {
         node.attr
         for file in files

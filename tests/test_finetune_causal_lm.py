@@ -331,7 +331,11 @@ def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
             "--push_to_hub --lora_rank 8 --lora_alpha 8",
             "push_to_hub is true, but the adapter's base has random weights",
         ),
-        ("--optimizer adamw_8bit --dtype float64", "dtype is float64, but optimizer is adamw_8bit"),
+        pytest.param(
+            "--optimizer adamw_8bit --dtype float64",
+            "dtype is float64, but optimizer is adamw_8bit",
+            marks=pytest.mark.rooms,
+        ),
         (
             "--optimizer adamw_8bit --accumulation optimizer --second_moment none",
             "accumulation is optimizer, but optimizer is adamw_8bit",

@@ -182,6 +182,7 @@ def test_a_shape_that_no_decoder_has_is_refused(name, changes, problem):
         load(name, changes)
 
 
+@pytest.mark.rooms
 @pytest.mark.parametrize(("growth", "is_told"), [("8, 16 at 0.5", True), ("seesaw from 8", False)])
 def test_the_remedy_of_a_growing_batch_is_one_that_it_takes(growth, is_told):
     """Seesaw decides the learning rate by itself."""

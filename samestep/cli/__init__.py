@@ -6,12 +6,12 @@ called.
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 
 from samestep.cli.commands import COMMANDS, make_overview
 from samestep.errors import UsageError, nearest
+from samestep.recipe.extras import load_way
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import program_name
 
@@ -42,22 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 def answer(name: str, argv: list[str]) -> int | None:
     """Answer one command; return its exit code. Raises UsageError, also where the package that answers it is not installed."""
-    module, function = COMMANDS[name].answered_by.split(":")
-    package = ".".join(module.split(".")[: 2 if ".contrib." in module else 1])  # what may be missing
-    try:
-        answers = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        if not f"{error.name}.".startswith(f"{package}."):
-            raise
-        needed = "samestep.contrib" if package == "samestep" else package
-        rule = f"{program_name()} {name} needs the package {needed}, which is not installed: pip install samestep"
-        raise UsageError(rule) from error
-    if package != "stepaudit":
+    place, command = COMMANDS[name].answered_by, f"{program_name()} {name}"
+    answers = load_way(place, command)
+    if not place.startswith("stepaudit."):
         return answers(argv)
     try:
-        return answers(
-            argv, prog=f"{program_name()} {name}"
-        )  # it has a command of its own, and says by which it was called
+        return answers(argv, prog=command)  # it has a command of its own, and says by which it was called
     except ValueError as error:
         if not hasattr(error, "problems"):
             raise

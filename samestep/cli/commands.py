@@ -60,7 +60,7 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     ),
     "scale": Command(
-        answered_by="stepplan.cli.dispatch:scale",
+        answered_by="stepplan.cli.scale:scale",
         summary="put a recipe, or any model, on more and more devices, and see what each adds",
         description=(
             "Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for "

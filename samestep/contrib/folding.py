@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from samestep.contrib.optim.folding import Accumulating
-from samestep.recipe.step_plan import explain_accumulation
+from samestep.recipe.recipe import explain_accumulation
 from samestep.training.checkpoint import State
 from samestep.training.recovery import Attempt
 from samestep.training.reduction import Unrepeatable

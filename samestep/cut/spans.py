@@ -17,7 +17,7 @@ class Spans:
         num_samples: n, samples of an epoch.
         epoch_end: carry, keep or drop, as in `order.Order`.
         stages: (place, size) in order, the first at place 0: steps that begin there or later have this size, until the next
-            stage. See `recipe.batch_schedule`.
+            stage. See a recipe's `batch_schedule`.
 
     >>> spans = Spans(num_samples=10, epoch_end="carry", stages=((0, 4), (6, 8)))
     >>> [spans.find(step) for step in range(4)], spans.count(24)

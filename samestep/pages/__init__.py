@@ -24,13 +24,13 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 @functools.cache  # a template is compiled once
-def make_environment(*folders: Path) -> "jinja2.Environment":
-    """Make what renders templates of these folders, and of this one: texts are escaped, a missing name is an error."""
+def make_environment(*folders: Path, is_page: bool = True) -> "jinja2.Environment":
+    """Make what renders templates of these folders and of this one; on pages texts are escaped. No name may be missing."""
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, TEMPLATES]),
-        autoescape=True,
+        autoescape=is_page,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

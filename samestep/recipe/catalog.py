@@ -11,25 +11,12 @@ import yaml
 
 from samestep.errors import UsageError, nearest
 from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
-from samestep.recipe.recipe import ALTERNATIVES, TASKS, VARIANTS, Recipe
+from samestep.recipe.recipe import ALTERNATIVES, VARIANTS, Recipe
+from samestep.recipe.recipe import TASKS as TASKS  # others take it from here
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
 from samestep.recipe.tasks.decoder import SHAPE
 from samestep.recipe.variants import Variant
-
-__all__ = [
-    "CATALOG",
-    "DATA",
-    "HELD_OUT",
-    "MODEL",
-    "SOURCES",
-    "TASKS",
-    "TEXTS",
-    "catalog_names",
-    "find_task",
-    "load",
-    "overlay",
-]
 
 CATALOG = shipped_folder("catalog")
 BASES = CATALOG / "bases"

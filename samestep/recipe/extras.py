@@ -1,4 +1,4 @@
-"""Imports packages that only an extra of the installation brings; says what to install where one is missing."""
+"""Imports packages of extras of the installation, and rooms that may be missing; says what to install where one is."""
 
 import contextlib
 import importlib
@@ -25,24 +25,10 @@ DEPENDENCIES = {
     "yaml": "pyyaml",
 }
 """Packages of every installation, as in `EXTRAS`. A checkout, and a wheel installed with --no-deps, can lack some of it."""
+_DATA = {"datasets": "datasets>=5.2", "evaluate": "evaluate>=0.4.6", "matplotlib": "matplotlib", "pyarrow": "pyarrow"}
 EXTRAS = {
-    "text": {
-        "datasets": "datasets>=5.2",
-        "evaluate": "evaluate>=0.4.6",
-        "matplotlib": "matplotlib",
-        "pyarrow": "pyarrow",
-        "scipy": "scipy",
-        "sklearn": "scikit-learn",
-    },
-    "images": {
-        "PIL": "pillow",
-        "captcha": "captcha==0.7.1",
-        "datasets": "datasets>=5.2",
-        "evaluate": "evaluate>=0.4.6",
-        "matplotlib": "matplotlib",
-        "pyarrow": "pyarrow",
-        "sklearn": "scikit-learn",
-    },
+    "text": _DATA | {"scipy": "scipy", "sklearn": "scikit-learn"},
+    "images": {"PIL": "pillow", "captcha": "captcha==0.7.1"} | _DATA | {"sklearn": "scikit-learn"},
     "plots": {"matplotlib": "matplotlib"},
     "adapters": {"peft": "peft>=0.21"},
     "quantized": {"bitsandbytes": "bitsandbytes>=0.46"},
@@ -103,6 +89,34 @@ def _missing(purpose: str, packages: dict[str, str], origin: str = "") -> UsageE
     verb = "which is" if len(packages) == 1 else "which are"
     remedy = shlex.join(["pip", "install", *packages.values()])
     return UsageError(f"{purpose} needs {', '.join(packages)}{origin}, {verb} not installed: {remedy}")
+
+
+def load_way(place: str, purpose: str) -> Any:
+    """Import an object of another room of ours, which may be missing.
+
+    Args:
+        place: MODULE:NAME.
+        purpose: what needs it, for the message.
+
+    Raises:
+        UsageError: the room is not installed.
+    """
+    module, name = place.split(":")
+    room = "samestep.contrib" if module.startswith("samestep.") else module.partition(".")[0]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not f"{error.name}.".startswith(f"{room}."):
+            raise
+        raise UsageError(f"{purpose} needs the package {room}, which is not installed: pip install samestep") from error
+
+
+def is_there(place: str) -> bool:
+    """Tell whether the module of MODULE:NAME was not deleted."""
+    try:
+        return find_spec(place.partition(":")[0]) is not None
+    except ModuleNotFoundError:  # nor its package
+        return False
 
 
 def optional(module: str) -> Any:

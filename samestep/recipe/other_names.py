@@ -7,173 +7,95 @@ import os
 import sys
 from collections.abc import Container, Sequence
 
-_LENGTH = "max_seq_length block_size seq_len"
-_CHECKPOINTS = "checkpointing_steps"
-
-SYNONYMS = {
-    "accum_iter": "gradient_accumulation_steps",
-    "adam_b1": "adam_beta1",
-    "assistant_only_loss": "train_on",
-    "attention": "attn_implementation",
-    "batch": "global_batch_size per_device_train_batch_size",
-    "batch_size": "global_batch_size per_device_train_batch_size",
-    "beta": "preference_beta",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "block_size": _LENGTH,
-    "checkpoint": "resume_from_checkpoint model_name_or_path",
-    "checkpointing": _CHECKPOINTS,
-    "ckpt": "resume_from_checkpoint model_name_or_path",
-    "clip_grad": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "compile": "torch_compile",
-    "completion_only_loss": "train_on",
-    "config": "recipe",
-    "config_name": "dataset_config_name",
-    "context_length": _LENGTH,
-    "cutoff_len": _LENGTH,
-    "data": "train_file train_dir dataset_name",
-    "data_dir": "train_dir train_file dataset_name",
-    "data_path": "train_file train_dir dataset_name",
-    "dataset": "dataset_name train_file train_dir",
-    "dataset_path": "dataset_name train_file train_dir",
-    "device_batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "eval_every": "eval_steps",
-    "eval_interval": "eval_steps",
-    "eval_file": "validation_file validation_dir",
-    "flash_attention": "attn_implementation",
-    "grad_accum": "gradient_accumulation_steps",
-    "grad_accum_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "hardware": "on",
-    "label_smoothing_factor": "label_smoothing",
-    "learning_rate_scheduler": "lr_scheduler_type",
-    "log_every": "logging_steps",
-    "log_with": "report_to",
-    "lora": "lora_rank",
-    "lora_r": "lora_rank",
-    "lora_target": "lora_targets",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "max_epochs": "num_train_epochs",
-    "max_iters": "max_train_steps",
-    "max_len": _LENGTH,
-    "max_length": _LENGTH,
-    "max_new_tokens": "generation_length",
-    "max_position": "max_position_embeddings n_positions",
-    "max_seq_len": _LENGTH,
-    "max_seq_length": _LENGTH,
-    "max_source_length": _LENGTH,
-    "max_steps": "max_train_steps",
-    "model": "model_name_or_path",
-    "model_id": "model_name_or_path",
-    "model_max_length": _LENGTH,
-    "model_name": "model_name_or_path",
-    "model_path": "model_name_or_path",
-    "mlm_prob": "mlm_probability",
-    "momentum": "sgd_momentum muon_momentum",
-    "num_epochs": "num_train_epochs",
-    "num_layers": "num_hidden_layers n_layer",
-    "num_proc": "preprocessing_num_workers",
-    "num_steps": "max_train_steps",
-    "num_workers": "dataloader_num_workers",
-    "optim": "optimizer",
-    "out_dir": "output_dir",
-    "output": "output_dir",
-    "overwrite": "overwrite_output_dir",
-    "peft": "lora_rank",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "resume": "resume_from_checkpoint",
-    "save_every": _CHECKPOINTS,
-    "save_interval": _CHECKPOINTS,
-    "save_steps": _CHECKPOINTS,
-    "save_strategy": _CHECKPOINTS,
-    "save_total_limit": "checkpoints_total_limit",
-    "scheduler": "lr_scheduler_type",
-    "seq_len": _LENGTH,
-    "seq_length": _LENGTH,
-    "target_modules": "lora_targets",
-    "test_file": "validation_file",
-    "tokenizer_path": "tokenizer_name",
-    "tracker": "report_to",
-    "train_batch_size": "global_batch_size per_device_train_batch_size",
-    "train_data": "train_file train_dir dataset_name",
-    "train_data_dir": "train_dir train_file",
-    "use_lora": "lora_rank",
-    "use_peft": "lora_rank",
-    "validation_split_percentage": "validation_fraction",
-    "wandb": "report_to",
-    "warmup": "num_warmup_steps warmup_ratio",
-    "warmup_steps": "num_warmup_steps",
-    "wd": "weight_decay",
-    "with_tracking": "report_to",
+_SAME = {
+    "adam_beta1": "adam_b1 beta1",
+    "adam_beta2": "beta2",
+    "attn_implementation": "attention flash_attention",
+    "checkpointing_steps": "checkpointing save_every save_interval save_steps save_strategy",
+    "checkpoints_total_limit": "save_total_limit",
+    "dataloader_num_workers": "num_workers",
+    "dataset_config_name": "config_name",
+    "dataset_name train_file train_dir": "dataset dataset_path",
+    "eval_steps": "eval_every eval_interval",
+    "generation_length": "max_new_tokens",
+    "global_batch_size per_device_train_batch_size": "batch batch_size train_batch_size",
+    "gradient_accumulation_steps": "accum_iter grad_accum grad_accum_steps",
+    "label_smoothing": "label_smoothing_factor",
+    "learning_rate": "lr",
+    "logging_steps": "log_every",
+    "lora_rank": "lora lora_r peft use_lora use_peft",
+    "lora_targets": "lora_target target_modules",
+    "lr_scheduler_type": "learning_rate_scheduler lr_scheduler scheduler",
+    "max_grad_norm": "clip_grad clip_grad_norm gradient_clipping",
+    "max_position_embeddings n_positions": "max_position",
+    "max_seq_length block_size seq_len": (
+        "block_size context_length cutoff_len max_len max_length max_seq_len "
+        "max_seq_length max_source_length model_max_length seq_len seq_length"
+    ),
+    "max_train_steps": "max_iters max_steps num_steps",
+    "mlm_probability": "mlm_prob",
+    "model_name_or_path": "model model_id model_name model_path",
+    "num_hidden_layers n_layer": "num_layers",
+    "num_train_epochs": "epochs max_epochs num_epochs",
+    "num_warmup_steps": "warmup_steps",
+    "num_warmup_steps warmup_ratio": "warmup",
+    "on": "hardware",
+    "optimizer": "optim",
+    "output_dir": "out_dir output",
+    "overwrite_output_dir": "overwrite",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "per_device_train_batch_size": "device_batch_size per_gpu_train_batch_size",
+    "preference_beta": "beta",
+    "preprocessing_num_workers": "num_proc",
+    "recipe": "config",
+    "report_to": "log_with tracker wandb with_tracking",
+    "resume_from_checkpoint": "resume",
+    "resume_from_checkpoint model_name_or_path": "checkpoint ckpt",
+    "sgd_momentum muon_momentum": "momentum",
+    "tokenizer_name": "tokenizer_path",
+    "torch_compile": "compile",
+    "train_dir train_file": "train_data_dir",
+    "train_dir train_file dataset_name": "data_dir",
+    "train_file train_dir dataset_name": "data data_path train_data",
+    "train_on": "assistant_only_loss completion_only_loss",
+    "validation_file": "test_file",
+    "validation_file validation_dir": "eval_file",
+    "validation_fraction": "validation_split_percentage",
+    "weight_decay": "wd",
 }
-"""Flag of another program -> flags that mean the same here, and are spelt too differently to be found as the nearest one."""
+"""Flags here -> flags of other programs that mean the same, and are spelt too differently to be found as the nearest one."""
+SYNONYMS = {name: flags for flags, names in _SAME.items() for name in names.split()}
 
 _PRECISION = "precision is the launch file's: accelerate launch --mixed_precision bf16"
-_PROCESSES = "the launch decides it: accelerate launch --config_file FILE, or --num_processes N"
-_CPU = "the launch decides it: accelerate launch --cpu, or --config_file accelerate_configs/cpu.yaml"
-_SHARDING = "the launch file decides it: accelerate launch --config_file accelerate_configs/fsdp2_8xa100.yaml (FSDP2)"
-_DEEPSPEED = "DeepSpeed would change the step; weights are shared by accelerate_configs/fsdp2_8xa100.yaml (FSDP2)"
-_PHASES = "every run trains, and evaluates what is held out (--eval_steps, --validation_fraction): leave it out"
-_ALL_WEIGHTS = (
-    "all weights are trained, in float32, but by finetune_causal_lm.py: adapters by --lora_rank, over a base in 4 bits by "
-    "--base_quantization nf4"
-)
-_EVALUATIONS = "--eval_steps N evaluates every N steps; without it, at the start and the end"
-
-ELSEWHERE = {
-    "amp": _PRECISION,
-    "bf16": _PRECISION,
-    "config_file": "launch files go to accelerate launch --config_file, recipes to --recipe",
-    "cpu": _CPU,
-    "cuda": _CPU,
-    "ddp": _PROCESSES,
-    "deepspeed": _DEEPSPEED,
-    "deepspeed_config": _DEEPSPEED,
-    "device": _CPU,
-    "devices": _PROCESSES,
-    "distributed": _PROCESSES,
-    "do_eval": _PHASES,
-    "do_predict": _PHASES,
-    "do_train": _PHASES,
-    "eval_strategy": _EVALUATIONS,
-    "evaluation_strategy": _EVALUATIONS,
-    "fp16": _PRECISION,
-    "fsdp": _SHARDING,
-    "fsdp_config": _SHARDING,
-    "gpu": _PROCESSES,
-    "gpus": _PROCESSES,
-    "half": _PRECISION,
-    "load_in_4bit": _ALL_WEIGHTS,
-    "load_in_8bit": _ALL_WEIGHTS,
-    "local_rank": _PROCESSES,
-    "lora": _ALL_WEIGHTS,
-    "lora_r": _ALL_WEIGHTS,
-    "mixed_precision": _PRECISION,
-    "n_gpu": _PROCESSES,
-    "no_cuda": _CPU,
-    "nproc_per_node": _PROCESSES,
-    "num_gpus": _PROCESSES,
-    "num_machines": _PROCESSES,
-    "num_processes": _PROCESSES,
-    "optim": "this task is trained by AdamW; pretraining and images have --optimizer",
-    "optimizer": "this task is trained by AdamW; pretraining and images have --optimizer",
-    "peft": _ALL_WEIGHTS,
-    "precision": _PRECISION,
-    "qlora": _ALL_WEIGHTS,
-    "streaming": "data is read once into a cache on disk, and mapped into memory from there: leave it out",
-    "torch_dtype": _PRECISION,
-    "trust_remote_code": "code of others is never run: leave it out",
-    "use_cpu": _CPU,
-    "use_lora": _ALL_WEIGHTS,
-    "use_peft": _ALL_WEIGHTS,
-    "world_size": _PROCESSES,
-    "zero_stage": _DEEPSPEED,
+_REASONS = {
+    _PRECISION: "amp bf16 fp16 half mixed_precision precision torch_dtype",
+    "launch files go to accelerate launch --config_file, recipes to --recipe": "config_file",
+    "the launch decides it: accelerate launch --cpu, or --config_file accelerate_configs/cpu.yaml": (
+        "cpu cuda device no_cuda use_cpu"
+    ),
+    "the launch decides it: accelerate launch --config_file FILE, or --num_processes N": (
+        "ddp devices distributed gpu gpus local_rank n_gpu nproc_per_node num_gpus num_machines num_processes world_size"
+    ),
+    "DeepSpeed would change the step; weights are shared by accelerate_configs/fsdp2_8xa100.yaml (FSDP2)": (
+        "deepspeed deepspeed_config zero_stage"
+    ),
+    "every run trains, and evaluates what is held out (--eval_steps, --validation_fraction): leave it out": (
+        "do_eval do_predict do_train"
+    ),
+    "--eval_steps N evaluates every N steps; without it, at the start and the end": "eval_strategy evaluation_strategy",
+    "the launch file decides it: accelerate launch --config_file accelerate_configs/fsdp2_8xa100.yaml (FSDP2)": (
+        "fsdp fsdp_config"
+    ),
+    (
+        "all weights are trained, in float32, but by finetune_causal_lm.py: adapters by --lora_rank, over a base "
+        "in 4 bits by --base_quantization nf4"
+    ): "load_in_4bit load_in_8bit lora lora_r peft qlora use_lora use_peft",
+    "this task is trained by AdamW; pretraining and images have --optimizer": "optim optimizer",
+    "data is read once into a cache on disk, and mapped into memory from there: leave it out": "streaming",
+    "code of others is never run: leave it out": "trust_remote_code",
 }
-"""Flag of another program -> where that is decided here, or why it is not."""
+"""Where something is decided here, or why it is not -> flags of other programs that decide it."""
+ELSEWHERE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 
 def explain(name: str, flags: Container[str]) -> str | None:

@@ -1,9 +1,9 @@
 """Asks the planner, if it is installed, what a step will need."""
 
-import importlib
 from typing import Any
 
 from samestep.cut.layout import Layout
+from samestep.recipe.extras import is_there, load_way
 from samestep.recipe.recipe import Recipe
 
 
@@ -18,11 +18,6 @@ def predict_memory(recipe: Recipe, layout: Layout, **options: Any) -> int | None
     Returns:
         Bytes; None: the planner is not installed, or has no formula for the recipe.
     """
-    try:
-        planner = importlib.import_module("stepplan.prediction")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "stepplan":
-            raise
-        return None
-    predicted: int | None = planner.predict_memory(recipe, layout, **options)
+    place = "stepplan.prediction:predict_memory"
+    predicted: int | None = load_way(place, "a prediction")(recipe, layout, **options) if is_there(place) else None
     return predicted

@@ -58,9 +58,11 @@ def parse_yaml(text: str, origin: str) -> dict[str, Any]:
     """Read the mapping in a text, as `read_yaml` does in a file's."""
     try:
         values = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{origin} is not valid YAML: {_shorten(error)}") from None
-    except (ValueError, OverflowError) as error:  # a number of 5,000 digits, a date that there is not
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # or a number of 5,000 digits, a date that there is not
         raise UsageError(f"{origin} is not valid YAML: {_shorten(error)}") from None
     except RecursionError:
         raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most") from None
@@ -197,9 +199,7 @@ else:
 
 
 class _StrictLoader(_Loader):
-    """Refuses aliases, which can multiply, a key that comes twice, and deep nesting."""
-
-    depth = 0
+    """Refuses aliases, which can multiply, and a key that comes twice."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -207,13 +207,7 @@ class _StrictLoader(_Loader):
             raise yaml.composer.ComposerError(
                 None, None, f"alias *{event.anchor}: write the value out", event.start_mark
             )
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise RecursionError
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set()

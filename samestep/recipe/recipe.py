@@ -12,8 +12,6 @@ import yaml
 
 from samestep.errors import UsageError
 from samestep.recipe import scaling, schedule
-from samestep.recipe.batch_schedule import BatchSchedule
-from samestep.recipe.communication import Communication
 from samestep.recipe.exclusions import find_problems
 from samestep.recipe.rules import Rule
 from samestep.recipe.settings import (
@@ -27,7 +25,7 @@ from samestep.recipe.settings import (
     choice,
     setting,
 )
-from samestep.recipe.variants import Variant
+from samestep.recipe.variants import Algorithm, Growth, Variant
 
 MAX_NAMES, MAX_PATH = 4, 100  # in a description: files, and characters of a path
 # Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
@@ -38,7 +36,7 @@ ALTERNATIVES = (
 )
 
 
-VARIANTS: dict[str, type[Variant]] = {"batch_schedule": BatchSchedule, "communication": Communication}
+VARIANTS: dict[str, type[Variant]] = {kind.FIELD: kind for kind in (Growth, Algorithm)}
 """Fields that are mappings; files of earlier versions, and flags, have sentences."""
 
 
@@ -119,11 +117,11 @@ class Recipe:
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE)
     num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
 
-    batch_schedule: BatchSchedule | None = setting(
-        f"a batch that grows to global_batch_size: {BatchSchedule.EXAMPLES} (docs/batch-size.md); null: it stays"
+    batch_schedule: Growth | None = setting(
+        f"a batch that grows to global_batch_size: {Growth.EXAMPLES} (docs/batch-size.md); null: it stays"
     )
-    communication: Communication | None = setting(
-        f"another algorithm, which sends less than a gradient every step: {Communication.EXAMPLES} (docs/communication.md); "
+    communication: Algorithm | None = setting(
+        f"another algorithm, which sends less than a gradient every step: {Algorithm.EXAMPLES} (docs/communication.md); "
         "null: the exact step"
     )
 
@@ -242,10 +240,8 @@ class Recipe:
         length = getattr(self, "block_size", getattr(self, "max_seq_length", 1))
         batch = _limit_rehearsed_batch(self.global_batch_size, length)
         growth = self.batch_schedule if batch == self.global_batch_size else None
-        found = self.communication
-        if found is not None and found.is_local:  # a rehearsal saves a checkpoint after an exchange
-            found = dataclasses.replace(found, num_steps=1)
-        shape = {**(self.small_shape if shape is None else shape), "communication": found}
+        algorithm = self.communication and self.communication.rehearsed()
+        shape = {**(self.small_shape if shape is None else shape), "communication": algorithm}
         return dataclasses.replace(self, **shape, global_batch_size=batch, batch_schedule=growth)
 
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
@@ -281,13 +277,7 @@ class Recipe:
         is_decayed = self.lr_scheduler_type in schedule.STABLE
         longest = base.find_last_warmup()
         if num_warmup_steps > longest:
-            tenth = schedule.warmup_steps(
-                num_warmup_steps=None,
-                warmup_epochs=None,
-                warmup_ratio=0.1,
-                num_steps=num_steps,
-                steps_per_epoch=steps_per_epoch,
-            )
+            tenth = schedule.warmup_steps(warmup_ratio=0.1, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
             steps, ratio = (tenth, 0.1) if tenth <= longest else (0, 0)
             remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
             if numbers.warmup_epochs is not None:
@@ -304,6 +294,17 @@ class Recipe:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = json.loads(json.dumps(values, default=lambda variant: variant.mapping))
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
+
+
+def explain_accumulation(second_moment: str | None) -> str:
+    """Say what accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
+    exact = "the cut is exact"
+    if second_moment is not None:
+        exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
+    return (
+        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}; the gradient's norm "
+        "is an estimate, and clipping keeps the direction of the unclipped step"
+    )
 
 
 TASKS: dict[str, type[Recipe]] = {}

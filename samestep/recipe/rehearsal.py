@@ -20,6 +20,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.recipe.reading import read_json
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.settings import drop_flags
 
 NUM_STEPS = 3
 """Steps of a rehearsal: two, then one after resuming."""
@@ -63,7 +64,7 @@ def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str
         print(
             f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {small.global_batch_size} samples, a checkpoint and "
             f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {model}; "
-            f"the real run is: {shlex.join(_without_flag(find_command(argv)))}",
+            f"the real run is: {shlex.join(drop_flags(find_command(argv), ['rehearse']))}",
             flush=True,
         )
     return 0
@@ -138,17 +139,3 @@ def find_command(argv: Sequence[str]) -> list[str]:
         is_console = len(words) > 1 and Path(words[1]).name in ("accelerate", "torchrun")
         return [Path(words[1]).name, *words[2:]] if is_console else words
     return ["python", sys.argv[0], *argv]
-
-
-def _without_flag(words: Sequence[str]) -> list[str]:
-    """Leave --rehearse out of a command.
-
-    >>> _without_flag("a.py --rehearse true --recipe b --rehearse".split())
-    ['a.py', '--recipe', 'b']
-    """
-    kept, follows = [], False
-    for word in words:
-        if not (word.split("=")[0] == "--rehearse" or (follows and word.lower() == "true")):
-            kept.append(word)
-        follows = word == "--rehearse"
-    return kept

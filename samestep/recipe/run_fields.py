@@ -56,10 +56,6 @@ def is_finite(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST <= value <= LARGEST
 
 
-def _is_finite_or_null(value: Any) -> bool:
-    return value is None or is_finite(value)
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_INTEGER
 
@@ -114,7 +110,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _is_growth(value: Any) -> bool:
-    """Tell whether a value is a `planner.ramp.NoiseFollower.record`."""
+    """Tell whether a value is a `NoiseFollower.record` (`samestep.contrib.noise.growth`)."""
     if type(value) is not dict or not _is_count(value.get("since")):
         return False
     stages, measurements = value.get("stages"), value.get("measurements")
@@ -134,7 +130,7 @@ def _is_measurement(step: Any, signal: Any, noise: Any) -> bool:
 
 COUNT = FieldRule("a whole number from 0 to 2^53 - 1", _is_count)
 POSITIVE = FieldRule("a whole number from 1 to 2^53 - 1", lambda value: _is_count(value) and value > 0)
-METRIC = FieldRule("a finite number, or null", _is_finite_or_null)
+METRIC = FieldRule("a finite number", is_finite).or_null()
 SQUARE = FieldRule(f"a number up to {MAX_SQUARE:g}", lambda value: is_finite(value) and abs(value) <= MAX_SQUARE)
 AMOUNT = FieldRule("a number from 0 to 2^53 - 1", lambda value: is_finite(value) and 0 <= value <= MAX_INTEGER)
 TEXT = FieldRule(f"a text of at most {MAX_TEXT:,} characters", _is_text)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 from samestep.errors import UsageError, nearest
 
@@ -97,6 +97,17 @@ SHAPES: dict[str, Callable[[float, "Schedule"], float]] = {
 """lr_scheduler_type -> its shape, a function of progress: 1 at the peak, 0 at the final learning rate."""
 STABLE = ("warmup_stable_decay", "warmup_stable_sqrt_decay")
 """Types that stay at the peak before a final fall."""
+
+
+class LearningRates(Protocol):
+    """The learning rate as a function of the step: a `Schedule`, or one that counts samples where the batch grows."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+
+    def __call__(self, step: int) -> float:
+        """Compute the learning rate of the update that follows `step` updates."""
 
 
 @dataclass(frozen=True)
@@ -215,11 +226,11 @@ class Schedule:
 
 def warmup_steps(
     *,
-    num_warmup_steps: int | None,
-    warmup_epochs: float | None,
-    warmup_ratio: float | None,
     num_steps: int,
     steps_per_epoch: float,
+    num_warmup_steps: int | None = None,
+    warmup_epochs: float | None = None,
+    warmup_ratio: float | None = None,
 ) -> int:
     """Compute the length of the warm-up in steps, from exactly one of three arguments.
 
@@ -228,18 +239,18 @@ def warmup_steps(
     A product is taken on the decimals as written and rounded half up to whole steps.
 
     Args:
+        num_steps: optimizer steps in the whole schedule.
+        steps_per_epoch: optimizer steps in one pass over the samples, above 0.
         num_warmup_steps: steps.
         warmup_epochs: epochs, at least 0.
         warmup_ratio: share of all steps, in [0, 1].
-        num_steps: optimizer steps in the whole schedule.
-        steps_per_epoch: optimizer steps in one pass over the samples, above 0.
 
     Raises:
         UsageError: none or several are given, or a value is outside its range.
 
-    >>> warmup_steps(num_warmup_steps=None, warmup_epochs=5, warmup_ratio=None, num_steps=2400, steps_per_epoch=16)
+    >>> warmup_steps(warmup_epochs=5, num_steps=2400, steps_per_epoch=16)
     80
-    >>> warmup_steps(num_warmup_steps=None, warmup_epochs=None, warmup_ratio=0.29, num_steps=50, steps_per_epoch=16)
+    >>> warmup_steps(warmup_ratio=0.29, num_steps=50, steps_per_epoch=16)
     15
     """
     options = {"num_warmup_steps": num_warmup_steps, "warmup_epochs": warmup_epochs, "warmup_ratio": warmup_ratio}

@@ -92,7 +92,11 @@ def _type_name(hint: Any) -> str:
         return " or ".join(_type_name(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"list of {_type_name(typing.get_args(hint)[0])}"
-    return f"a mapping {{kind: {' | '.join(hint.KINDS)}, ...}}" if hasattr(hint, "read") else str(hint.__name__)
+    return (
+        f"a mapping {{kind: {' | '.join(hint.find_class().KINDS)}, ...}}"
+        if hasattr(hint, "read")
+        else str(hint.__name__)
+    )
 
 
 def coerce(value: Any, hint: Any) -> Any:

@@ -278,3 +278,20 @@ def _find_accelerator_problems(
         name = torch.cuda.get_device_name(device)
         problems.append(f"mixed_precision is bf16, but {name} only emulates it, slowly: set it to fp16")
     return problems
+
+
+def describe_reduce_dtype(reduce_dtype: str, num_processes: int) -> str:
+    """Say what a run's `reduce_dtype` does to the step.
+
+    >>> describe_reduce_dtype("bf16", 1)
+    'reduce_dtype bf16: one process sends no gradients, so nothing is rounded; on several the step is not exact'
+    """
+    if num_processes == 1:
+        return (
+            f"reduce_dtype {reduce_dtype}: one process sends no gradients, so nothing is rounded; on several the step is not "
+            "exact"
+        )
+    return (
+        f"reduce_dtype {reduce_dtype}: not the exact step; the gradients of {num_processes} processes, and their sum, are "
+        f"rounded to {reduce_dtype}, otherwise for each number of processes; half of the bytes of float32 are sent"
+    )

@@ -8,11 +8,11 @@ from samestep.cut.layout import Layout
 from samestep.cut.order import Order
 from samestep.cut.spans import Spans
 from samestep.data.steps import Steps
+from samestep.printing import describe_sizes
 from samestep.recipe import rehearsal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.recipe.schedule import Schedule
-from samestep.recipe.step_plan import GrowingSchedule, describe_sizes, plan_steps
+from samestep.recipe.schedule import LearningRates
 from samestep.training.launch import waits_in_forward
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def plan_training(
     recipe: Recipe, num_samples: int, mixture: Any, decided: Sequence[Any]
-) -> tuple[Order, int, Schedule | GrowingSchedule]:
+) -> tuple[Order, int, LearningRates]:
     """Plan the steps of a recipe.
 
     Args:
@@ -35,7 +35,7 @@ def plan_training(
     """
     order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
     if recipe.batch_schedule is not None:
-        plan = plan_steps(recipe, num_samples, decided)
+        plan = recipe.batch_schedule.plan_steps(recipe, num_samples, decided)
         assert plan is not None, "the number of samples is known"
         assert plan.schedule is not None, "so is the warm-up, then"
         return dataclasses.replace(order, stages=plan.stages), plan.num_steps, plan.schedule
@@ -59,7 +59,7 @@ class Plan:
 
     order: Order
     num_steps: int
-    schedule: Schedule | GrowingSchedule
+    schedule: LearningRates
     last_step: int
 
     def __init__(self, recipe: Recipe, settings: RunSettings, layout: Layout):

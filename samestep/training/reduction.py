@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep._internals import torch_distributed
 from samestep.data.steps import MicroBatch, StepData
 from samestep.errors import RunError, UsageError
-from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import BITS_DEPEND_ON
@@ -121,7 +120,7 @@ class Reduction:
         """Say at the start of a session, before step `step`, how gradients are sent."""
         if self.settings.reduce_dtype != "own":
             self.accelerator.print(
-                communication.describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
+                launch.describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
             )
 
     def describe_cut(self, layout: Any) -> str:

@@ -1,12 +1,12 @@
 """The one list of what is not the usual way; what `samestep.contrib` holds is imported here alone, when a run asks for it."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
+from samestep.recipe.extras import is_there, load_way
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.copies import Copies, Peers, Store
@@ -35,25 +35,16 @@ STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
-    (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
+    (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
-    (ANSWERS, lambda run: getattr(run.settings, "num_generations", 0) > 0 and _is_there(ANSWERS)),  # by default
-    (PAGES, lambda run: run.settings.push_to_hub or _is_there(PAGES)),
+    (ANSWERS, lambda run: getattr(run.settings, "num_generations", 0) > 0 and is_there(ANSWERS)),  # by default
+    (PAGES, lambda run: run.settings.push_to_hub or is_there(PAGES)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
-
-
-def _is_there(place: str) -> bool:
-    """Tell whether a module was not deleted."""
-    module = place.partition(":")[0]
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _follows_noise(recipe: Recipe) -> bool:
@@ -68,8 +59,7 @@ def make_parts(run: "Run", parts: list[Part]) -> None:
 
 
 def _load(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)
+    return load_way(place, "this run")
 
 
 def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
@@ -82,12 +72,12 @@ def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
 
 def rehearse(accelerator: Accelerator, recipe: Any, *arguments: Any) -> Any:
     """Find the recipe that a rehearsal trains: one with a small model of the kind that is fine-tuned, or `recipe`."""
-    return _load(REHEARSE)(accelerator, recipe, *arguments) if _is_there(REHEARSE) else recipe
+    return _load(REHEARSE)(accelerator, recipe, *arguments) if is_there(REHEARSE) else recipe
 
 
 def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> int | None:
     """Choose the most samples in one forward (b): those of the settings, or what the memory of a host holds by the plan."""
-    if not _is_there(BATCH_SIZE):
+    if not is_there(BATCH_SIZE):
         return settings.per_device_train_batch_size
     size: int | None = _load(BATCH_SIZE)(accelerator, recipe, settings)
     return size

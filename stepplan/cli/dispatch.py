@@ -1,4 +1,4 @@
-"""Answers `samestep plan` and `scale`, each by one of several modules."""
+"""Answers `samestep plan`, by one of several modules."""
 
 import re
 
@@ -17,11 +17,3 @@ def plan(argv: list[str]) -> None:
         plan_recipe(argv)
     else:
         plan_model(argv)
-
-
-def scale(argv: list[str]) -> None:
-    """Answer `scale`: of a recipe, or of a model without one."""
-    from stepplan.cli.scale import scale as scale_recipe
-    from stepplan.cli.scale import scale_model
-
-    (scale_recipe if argv and not argv[0].startswith("-") else scale_model)(argv)

@@ -10,7 +10,7 @@ from stepplan import answer, text
 from stepplan.base_models import find_config, is_decoder
 from stepplan.cli.model import load_fine_tuning, make_workload, read_model
 from stepplan.hardware import MAX_DEVICES, NETWORK, load_device, set_network
-from stepplan.workload import Workload, from_recipe
+from stepplan.workload import from_recipe
 
 DEFAULT_MAX_DEVICES = 4096
 
@@ -26,25 +26,19 @@ class ScaleSettings(OutputSettings):
 
 
 def scale(argv: list[str]) -> None:
-    """Put a recipe on more and more devices."""
-    recipe, settings, _, _ = read_recipe("scale", argv, ScaleSettings)
-    _scale(from_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
-
-
-def scale_model(argv: list[str]) -> None:
-    """Put a model without a recipe on more and more devices."""
-    settings, training = read_model("scale", argv, ScaleSettings)
-    config = find_config(training.model_name_or_path)
-    if is_decoder(config):
-        recipe, _ = load_fine_tuning(training)
+    """Put a recipe, or a model without one, on more and more devices."""
+    if argv and not argv[0].startswith("-"):
+        recipe, settings, _, _ = read_recipe("scale", argv, ScaleSettings)
         workload = from_recipe(recipe, critical_batch_size=settings.critical_batch_size)
-        workload = dataclasses.replace(workload, name=training.name)
     else:
-        workload = make_workload(training, config, settings.critical_batch_size)
-    _scale(workload, settings)
-
-
-def _scale(workload: Workload, settings: ScaleSettings) -> None:
+        settings, training = read_model("scale", argv, ScaleSettings)
+        config = find_config(training.model_name_or_path)
+        if is_decoder(config):
+            recipe, _ = load_fine_tuning(training)
+            workload = from_recipe(recipe, critical_batch_size=settings.critical_batch_size)
+            workload = dataclasses.replace(workload, name=training.name)
+        else:
+            workload = make_workload(training, config, settings.critical_batch_size)
     if settings.plot is not None:
         require("plots", "--plot")
     result = answer.describe_growth(workload, set_network(load_device(settings.on), settings.network), settings.up_to)

@@ -24,13 +24,13 @@ from odd_inputs import ODD, Case, _json
 from safetensors.torch import save_file
 
 from samestep.cli import main
+from samestep.contrib.growing.batch_schedule import BatchSchedule
 from samestep.contrib.noise.growth import NoiseFollower
 from samestep.contrib.publishing import charts
 from samestep.contrib.replication.shared_folder import SharedFolder
 from samestep.contrib.watching import watch
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
-from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.run_files import read_lines
 from samestep.step.exact_sum import ExactSum
 from samestep.training import checkpoint, output_folder

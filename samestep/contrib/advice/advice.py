@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from samestep.contrib.advice import ramp
 from samestep.errors import UsageError
 from samestep.printing import format_count, round_number
-from samestep.recipe import batch_size, ramp, scaling
+from samestep.recipe import batch_size, scaling
 from samestep.recipe import catalog as recipes
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe

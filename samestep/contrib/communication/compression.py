@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from samestep.contrib.communication.algorithms import Communication, count_largest
 from samestep.contrib.communication.exchange import Exchange, lay_out
 from samestep.cut.layout import shares
-from samestep.recipe.communication import Communication, count_largest
 
 EPSILON = 1e-20
 """Added to the norm of a column that is divided by it: of a gradient that is 0 (an adapter's first one) it is 0."""

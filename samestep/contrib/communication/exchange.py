@@ -11,8 +11,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from samestep.contrib.communication.algorithms import Communication, count_sent_bytes
 from samestep.cut.layout import shares
-from samestep.recipe.communication import Communication, count_sent_bytes
 
 
 class Exchange:

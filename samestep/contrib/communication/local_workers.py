@@ -17,8 +17,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from samestep.contrib.communication.algorithms import Communication
 from samestep.contrib.communication.exchange import Exchange, lay_out
-from samestep.recipe.communication import Communication
 
 OUTER = "outer"
 """Name of the outer optimizer's momentum in files, in the place of a worker's number."""

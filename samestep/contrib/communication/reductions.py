@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from samestep.contrib.communication.algorithms import Communication
 from samestep.contrib.communication.compression import PowerSgd, TopK
 from samestep.contrib.communication.exchange import Exchange, find_own_workers
 from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.data.steps import MicroBatch
 from samestep.errors import UsageError
-from samestep.recipe import communication
 from samestep.step import accumulate
 from samestep.step.exact_sum import add_exactly
 from samestep.training import launch
@@ -33,6 +33,7 @@ class Exchanging(Unrepeatable):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
+        assert isinstance(self.recipe.communication, Communication)
         self.communication = self.recipe.communication
         self.num_parts = self.communication.num_workers
         accelerator = self.accelerator
@@ -64,7 +65,7 @@ class Exchanging(Unrepeatable):
         return self.exchange.get_state()
 
     def announce(self, log: RunLog, step: int) -> None:
-        log.add_event(step + 1, communication.describe(self.communication), **self.exchange.count_bytes())
+        log.add_event(step + 1, self.communication.describe(), **self.exchange.count_bytes())
 
     def describe_cut(self, layout: Any) -> str:
         if not self.own_parts:

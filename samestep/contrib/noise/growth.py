@@ -5,8 +5,8 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from samestep.contrib.growing.batch_schedule import BatchSchedule, Stage, make_sizes
 from samestep.contrib.noise.scale import NoiseScale
-from samestep.recipe.batch_schedule import BatchSchedule, Stage, make_sizes
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share
 from samestep.training.parts import Part, find_part
 from samestep.training.report import round_to_6

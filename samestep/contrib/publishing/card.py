@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError
 from samestep.printing import write_number
-from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
 from samestep.training.digest import read_cpuinfo
+from samestep.training.launch import describe_reduce_dtype
 from samestep.training.publishing import UNITS, ends_within_a_step, name_model
 from samestep.training.run import Run
 
@@ -88,10 +88,10 @@ class Training:
     def describe_communication(self) -> str | None:
         """Say what another algorithm than the exact step was, if one was."""
         if self.recipe.communication is not None:
-            return communication.describe(self.recipe.communication)
+            return self.recipe.communication.describe()
         if self.settings.reduce_dtype == "own":
             return None
-        return communication.describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
+        return describe_reduce_dtype(self.settings.reduce_dtype, self.accelerator.num_processes)
 
     def metadata(self, library: str) -> ModelCardData:
         """Return the front matter of the card, as the hub reads it.

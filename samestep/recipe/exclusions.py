@@ -1,24 +1,58 @@
-"""Rules of what excludes settings of a run and its launch: sharding, what watches, the same bits, a run from begin to end."""
+"""Rules of what excludes what: fields that all recipes have, settings of a run, and its launch. A new one is one row here.
+
+Rows about fields of one task stand in the class of its recipes (`samestep.recipe.tasks`), those of a way of `samestep.contrib`
+beside it. docs/support.md is printed from all.
+"""
 
 import os
 from shutil import which
+from typing import Any
 
 from samestep.errors import will_be_restarted
-from samestep.recipe.rules import MULTI_GPU, Rule, each
+from samestep.recipe.extras import is_there, load_way
+from samestep.recipe.rules import MULTI_GPU, Facts, Refusal, Rule, each
 
+WAYS = (
+    "samestep.contrib.replication.exclusions:RULES",
+    "samestep.contrib.growing.exclusions:RULES",
+    "samestep.contrib.communication.exclusions:RULES",
+    "samestep.contrib.noise.exclusions:RULES",
+    "samestep.contrib.optim.exclusions:RULES",
+)
+"""MODULE:NAME of the rows that ways bring; a way that was deleted has none."""
 CUT_SETTINGS = (
     ("per_device_train_batch_size", "it is the size of micro-batches itself"),
     ("gradient_accumulation_steps", "the number of micro-batches follows from their size"),
 )
 """Settings that --reproducible excludes, and why."""
 
-RULES = [
-    # What shards, and what watches
-    Rule(
+RULES: list[Rule] = [
+    Rule(  # the first one: what others propose would not help
         lambda f: f.is_sharded and not f.may_shard,
         "the launch file shards weights (FSDP), which only programs of language models do",
         MULTI_GPU,
     ),
+    *(rule for place in WAYS if is_there(place) for rule in load_way(place, "a rule")),
+    Rule(
+        lambda f: (
+            (f.second_moment is None) is f.estimates_second_moment
+            and ("one of unbiased, mean_of_squares, sum_of_squares" if f.estimates_second_moment else "null")
+        ),
+        "second_moment is {f.second_moment}, but with accumulation {f.accumulation} and {f.optimizer_name} it must be "
+        "{found}",
+    ),
+    # Gradients that are sent in 16 bits
+    Rule(
+        lambda f: f.reduce_dtype != "own" and f.is_folded,
+        "reduce_dtype is {f.reduce_dtype}, but accumulation is optimizer, which sends moments, not gradients",
+        "leave it out, or set accumulation to gradient",
+    ),
+    Rule(
+        lambda f: f.reduce_dtype != "own" and f.is_sharded,
+        "reduce_dtype is {f.reduce_dtype}, but the launch file shards weights (FSDP), which has a reduction of its own",
+        f"leave it out, or {MULTI_GPU}",
+    ),
+    # What shards, and what watches
     Rule(
         lambda f: f.digest_steps is not None and f.is_sharded,
         "digest_steps is {f.digest_steps}, but the launch file shards weights (FSDP), so that no process has whole "
@@ -31,63 +65,10 @@ RULES = [
         "leave it out, and give an output_dir that all machines see",
     ),
     Rule(
-        lambda f: f.noise_scale_steps is not None and f.is_sharded,
-        "noise_scale_steps is {f.noise_scale_steps}, but the launch file shards weights (FSDP), whose gradients are "
-        "reduced before hooks see them",
-        f"leave it out, or {MULTI_GPU}",
-    ),
-    Rule(
-        lambda f: f.noise_scale_steps is not None and f.global_batch_size == 1,
-        "noise_scale_steps is {f.noise_scale_steps}, but a global batch of one sample says nothing of its noise",
-        "leave it out, or set global_batch_size to 2 or more",
-    ),
-    Rule(
-        lambda f: f.noise_scale_steps is not None and f.is_folded,
-        "noise_scale_steps is {f.noise_scale_steps}, but accumulation is optimizer, which takes the gradients away",
-        "leave it out, or set accumulation to gradient",
-    ),
-    Rule(
-        lambda f: f.noise_scale_steps is not None and f.normalization == "batch",
-        "noise_scale_steps is {f.noise_scale_steps}, but normalization is batch, so that the gradients of a step's "
-        "samples depend on each other",
-        "leave it out, or set normalization to group or frozen",
-    ),
-    # Optimizers, and a base in 4 bits
-    Rule(
-        lambda f: f.optimizer_name == "adamw_8bit" and f.dtype != "float32",
-        "dtype is {f.dtype}, but optimizer is adamw_8bit, which computes in float32",
-        "set one of them to its default",
-    ),
-    Rule(
-        lambda f: f.optimizer_name == "adamw_8bit" and f.is_sharded,
-        "optimizer is adamw_8bit, but the launch file shards weights (FSDP), so that the rounding of moments would "
-        "depend on the number of processes",
-        f"set it to adamw, or {MULTI_GPU}",
-    ),
-    Rule(
         lambda f: f.base_quantization is not None and f.is_sharded,
         "base_quantization is {f.base_quantization}, but the launch file shards weights (FSDP), which cannot hold "
         "rows of packed weights",
         f"{MULTI_GPU}, or set it to null",
-    ),
-    # Gradients that add up in the optimizer's moments
-    Rule(
-        lambda f: f.is_folded and f.on_nonfinite == "skip",
-        "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when "
-        "it is found",
-        "set it to stop, or accumulation to gradient",
-    ),
-    Rule(
-        lambda f: f.is_folded and f.is_sharded,
-        "accumulation is optimizer, but the launch file shards weights (FSDP), whose gradients are parts of tensors "
-        "that hooks do not see",
-        f"set it to gradient, or {MULTI_GPU}",
-    ),
-    Rule(
-        lambda f: f.is_folded and f.is_fp16,
-        "accumulation is optimizer, but mixed_precision is fp16, where a step whose scaled gradient overflows must be "
-        "left out, but then it is in the moments already",
-        "set it to gradient, or mixed_precision to bf16 or no",
     ),
     # The same bits on any number of processes
     *each(
@@ -180,3 +161,23 @@ RULES = [
         "add --merge_adapter, or set model_name_or_path",
     ),
 ]
+"""Rules in their order: of those against a launch the first that holds is said, of the others all."""
+
+
+def _list_rules(recipe: Any) -> list[Rule]:
+    """List `RULES`, and those of a recipe's task."""
+    return RULES + [rule for base in reversed(type(recipe).__mro__) for rule in vars(base).get("rules", ())]
+
+
+def find_problems(recipe: Any = None, settings: Any = None) -> list[str]:
+    """Find what is wrong with a recipe, with settings, or, given both, with their combination: a line for each rule."""
+    return [str(refusal) for refusal in Facts(recipe, settings).find_refusals(_list_rules(recipe))]
+
+
+def find_refusal(recipe: Any = None, settings: Any = None, **launch: Any) -> Refusal | None:
+    """Find the first rule that speaks against a launch, arguments as of `Facts`; None: none does.
+
+    >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
+    mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
+    """
+    return next(Facts(recipe, settings, **launch).find_refusals(_list_rules(recipe)), None)

@@ -1,4 +1,4 @@
-"""Rules of what excludes other algorithms than the step of one batch: batches that grow, workers, gradients in 16 bits."""
+"""Rules of what excludes other algorithms than the exact step (a recipe's `communication`)."""
 
 from samestep.recipe.rules import MULTI_GPU, Rule, each
 
@@ -13,65 +13,6 @@ def _find_multiple(value: int | None, number: int) -> int | None:
 
 
 RULES = [
-    Rule(
-        lambda f: (
-            (f.second_moment is None) is f.estimates_second_moment
-            and ("one of unbiased, mean_of_squares, sum_of_squares" if f.estimates_second_moment else "null")
-        ),
-        "second_moment is {f.second_moment}, but with accumulation {f.accumulation} and {f.optimizer_name} it must be "
-        "{found}",
-    ),
-    # A batch that grows
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind == "stages" and g.sizes[-1] != f.global_batch_size and g.sizes[-1],
-        "batch_schedule is {f.batch_schedule!r}, but global_batch_size is {f.global_batch_size}, which is the largest "
-        "batch",
-        "set it to {found}",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind != "stages" and g.first_size >= f.global_batch_size,
-        "batch_schedule is {f.batch_schedule!r}, but it grows to global_batch_size {f.global_batch_size}",
-        "set that to more",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind == "seesaw" and f.lr_scheduler_type == "constant",
-        "batch_schedule is {f.batch_schedule!r}, which grows as the learning rate falls, but lr_scheduler_type is "
-        "constant",
-        "choose another one",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind == "noise" and f.max_train_steps is not None,
-        "batch_schedule is {f.batch_schedule!r}, so that nobody knows yet how many steps there will be, but "
-        "max_train_steps is {f.max_train_steps}",
-        "give num_train_epochs instead",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind == "noise" and f.noise_scale_steps is None,
-        "batch_schedule is {f.batch_schedule!r}, but noise_scale_steps is not set, so that nothing is measured",
-        "set it",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.unit == "tokens" and f.tokens_per_sample is None,
-        "batch_schedule is {f.batch_schedule!r}, but samples of this recipe have different numbers of tokens",
-        "give shares of the training, or samples",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind == "seesaw" and f.lr_scaling_rule != "none",
-        "batch_schedule is {f.batch_schedule!r}, but lr_scaling_rule is {f.lr_scaling_rule}, which knows one batch",
-        "set it to none",
-    ),
-    Rule(
-        lambda f: (g := f.batch_schedule) and g.kind != "seesaw" and f.lr_scaling_rule != "none",
-        "batch_schedule is {f.batch_schedule!r}, but lr_scaling_rule is {f.lr_scaling_rule}, which knows one batch",
-        "set it to none; `, rate by sqrt` in batch_schedule makes the learning rate follow the batch",
-    ),
-    Rule(
-        lambda f: f.batch_schedule and (f.lr_num_steps is not None or f.lr_first_step),
-        "batch_schedule is {f.batch_schedule!r}, so that the learning rate counts samples, but lr_num_steps or "
-        "lr_first_step counts steps of another training",
-        "set them to null and 0",
-    ),
-    # Other algorithms than the exact step
     Rule(
         lambda f: f.communication and (f.communication.num_workers or 1) > f.global_batch_size,
         "communication is {f.communication!r}, but global_batch_size is {f.global_batch_size}, so that workers have "
@@ -161,16 +102,5 @@ RULES = [
         lambda f: f.communication and f.num_processes > (f.communication.num_workers or f.num_processes),
         "communication is {f.communication}, but the launch has {f.num_processes} processes, of which some had no worker",
         "launch {f.communication.num_workers} processes or fewer",
-    ),
-    # Gradients that are sent in 16 bits
-    Rule(
-        lambda f: f.reduce_dtype != "own" and f.is_folded,
-        "reduce_dtype is {f.reduce_dtype}, but accumulation is optimizer, which sends moments, not gradients",
-        "leave it out, or set accumulation to gradient",
-    ),
-    Rule(
-        lambda f: f.reduce_dtype != "own" and f.is_sharded,
-        "reduce_dtype is {f.reduce_dtype}, but the launch file shards weights (FSDP), which has a reduction of its own",
-        f"leave it out, or {MULTI_GPU}",
     ),
 ]

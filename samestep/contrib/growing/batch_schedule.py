@@ -27,9 +27,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
+from samestep.contrib.kinds import COUNT, LARGEST_COUNT, NUMBER, Kinds, format_number
 from samestep.errors import UsageError
 from samestep.recipe.settings import choice, from_text, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
+from samestep.recipe.variants import Growth
 
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
@@ -53,7 +54,7 @@ class Stage(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSchedule(Variant):
+class BatchSchedule(Kinds, Growth):
     """A recipe's `batch_schedule`; fields of other kinds have their defaults."""
 
     KINDS: ClassVar = {
@@ -68,7 +69,6 @@ class BatchSchedule(Variant):
         rf"(?P<kind>seesaw) from (?P<first_size>{COUNT}){_RATE}",
         rf"(?P<kind>noise) (?P<more_tokens>{NUMBER}) from (?P<first_size>{COUNT}){_RATE}",
     )
-    EXAMPLES: ClassVar = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 
     kind: str = setting("stages, power, seesaw or noise")
     sizes: tuple[int, ...] = setting(
@@ -117,7 +117,7 @@ class BatchSchedule(Variant):
 
     @classmethod
     def read_sentence(cls, text: str) -> dict[str, Any]:
-        """Read "16, 32 at 0.25, rate by sqrt" and its like, as `Variant.read_sentence`.
+        """Read "16, 32 at 0.25, rate by sqrt" and its like, as `Kinds.read_sentence`.
 
         >>> print(BatchSchedule.read("16, 32 at 25 %, 64 at 0.5"))
         16, 32 at 0.25, 64 at 0.5

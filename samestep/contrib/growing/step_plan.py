@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from samestep.contrib.growing.batch_schedule import EXPONENTS, BatchSchedule, Stage, find_stages
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
-from samestep.recipe.batch_schedule import EXPONENTS, BatchSchedule, Stage, find_stages
+from samestep.printing import describe_sizes
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.schedule import Schedule, warmup_steps
 
@@ -69,18 +70,6 @@ class StepPlan:
         return describe_sizes(self.sizes)
 
 
-def describe_sizes(sizes: list[tuple[int, int]]) -> str:
-    """Say how a batch grows, stage by stage if they are few.
-
-    >>> describe_sizes([(100, 16), (50, 32)]), describe_sizes([(9, size) for size in range(16, 48)])
-    ('batch 16 (100 steps), 32 (50)', 'batch 16 to 47 in 32 stages')
-    """
-    if len(sizes) > 6:
-        return f"batch {sizes[0][1]:,} to {sizes[-1][1]:,} in {len(sizes)} stages"
-    (number, size), *others = sizes
-    return ", ".join([f"batch {size:,} ({number:,} steps)", *(f"{size:,} ({number:,})" for number, size in others)])
-
-
 def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage] = ()) -> StepPlan | None:
     """Plan the steps of a recipe with a `batch_schedule`.
 
@@ -98,8 +87,8 @@ def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage]
     Raises:
         UsageError: the warm-up and the decay are together longer than the training.
     """
-    assert recipe.batch_schedule is not None
     growth, steps = recipe.batch_schedule, recipe.max_train_steps
+    assert isinstance(growth, BatchSchedule)
     # Without the number of samples, steps are as if no epoch ended
     n, epoch_end = (1, "carry") if num_samples is None else (num_samples, recipe.epoch_end)
 
@@ -163,14 +152,3 @@ def _make_schedule(
             f"{total:,} that it may: give a shorter one, or train longer"
         )
     return dataclasses.replace(base, num_warmup_steps=num_warmup)
-
-
-def explain_accumulation(second_moment: str | None) -> str:
-    """Say what accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
-    exact = "the cut is exact"
-    if second_moment is not None:
-        exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
-    return (
-        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}; the gradient's norm "
-        "is an estimate, and clipping keeps the direction of the unclipped step"
-    )

@@ -19,10 +19,12 @@ arXiv:1905.13727. Stich et al., Sparsified SGD with Memory, 2018, arXiv:1809.075
 """
 
 import dataclasses
+import math
 from typing import ClassVar
 
+from samestep.contrib.kinds import COUNT, LARGEST_COUNT, NUMBER, Kinds, format_number
 from samestep.recipe.settings import FRACTION, limit, setting
-from samestep.recipe.variants import COUNT, LARGEST_COUNT, NUMBER, Variant, format_number
+from samestep.recipe.variants import Algorithm
 
 DILOCO = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 """DiLoCo's outer optimizer, as published."""
@@ -30,7 +32,7 @@ MAX_WORKERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Communication(Variant):
+class Communication(Kinds, Algorithm):
     """A recipe's `communication`; fields of other kinds have their defaults."""
 
     KINDS: ClassVar = {
@@ -46,11 +48,6 @@ class Communication(Variant):
         rf"(?P<kind>power_sgd) of rank (?P<rank>{COUNT}) from step (?P<first_step>{COUNT})",
         rf"(?P<kind>top_k) (?P<share>{NUMBER}) of (?P<num_workers>{COUNT}) workers",
     )
-    EXAMPLES: ClassVar = (
-        '"local_sgd of 4 workers every 8 steps", "diloco of 4 workers every 50 steps", "power_sgd of rank 4 from step 100" '
-        'or "top_k 0.01 of 4 workers"'
-    )
-
     kind: str = setting("local_sgd, diloco, power_sgd or top_k")
     num_workers: int | None = setting(
         "workers, each with its share of every step's samples; None for power_sgd, whose result is the same for any number",
@@ -73,11 +70,6 @@ class Communication(Variant):
     )
 
     @property
-    def is_local(self) -> bool:
-        """Whether workers take steps of their own between exchanges."""
-        return self.num_steps is not None
-
-    @property
     def sentence(self) -> str:
         return str(self).removesuffix(_say_outer(**DILOCO))
 
@@ -88,6 +80,41 @@ class Communication(Variant):
             return f"top_k {format_number(self.share)} of {self.num_workers} workers"
         outer = _say_outer(self.outer_learning_rate, self.outer_momentum) if self.kind == "diloco" else ""
         return f"{self.kind} of {self.num_workers} workers every {self.num_steps} steps{outer}"
+
+    def describe(self) -> str:
+        """Say that it is another algorithm, and on what its result depends.
+
+        >>> Communication.read("top_k 0.01 of 4 workers").describe()
+        'another algorithm than the exact step: top_k 0.01 of 4 workers; the same on 1 to 4 processes'
+        >>> Communication.read("power_sgd of rank 4 from step 100").describe()
+        'another algorithm than the exact step: power_sgd of rank 4 from step 100; the same on any number of processes'
+        """
+        number = self.num_workers
+        processes = (
+            "any number of processes" if number is None else f"1 to {number} processes" if number > 1 else "1 process"
+        )
+        return f"another algorithm than the exact step: {self}; the same on {processes}"
+
+    def describe_traffic(self, num_parameters: int) -> str:
+        text = self.describe()
+        if self.kind != "power_sgd":  # whose bytes depend on the shape of each tensor
+            own, exact = (count_sent_bytes(each, [(num_parameters,)]) / 1e6 for each in (self, None))
+            text += f"; a worker sends {own:,.3g} MB a step on average, in the exact step {exact:,.3g}"
+        return text
+
+    def count_kept_bytes(self, num_processes: int, moment_bytes: float) -> float:
+        """Count the bytes per trained parameter that a process keeps beside those of the exact step.
+
+        >>> diloco = Communication.read("diloco of 4 workers every 50 steps")
+        >>> diloco.count_kept_bytes(4, 8)  # parameters and momentum of the outer optimizer
+        8.0
+        >>> diloco.count_kept_bytes(2, 8)  # one more worker
+        20.0
+        """
+        own = -(-(self.num_workers or num_processes) // num_processes)
+        if self.is_local:
+            return float(4 + 4 * (self.outer_momentum > 0) + (own - 1) * (4 + moment_bytes))
+        return 4.0 + 4 * own  # the flat gradient, and errors
 
 
 def _say_outer(outer_learning_rate: float, outer_momentum: float) -> str:
@@ -112,7 +139,7 @@ def count_sent_bytes(communication: Communication | None, sizes: list[tuple[int,
     >>> count_sent_bytes(read("power_sgd of rank 1 from step 2"), sizes)
     480.0
     """
-    counts = [_product(size) for size in sizes]
+    counts = [math.prod(size) for size in sizes]
     if communication is None:
         return float(itemsize * sum(counts))
     if communication.is_local:
@@ -128,58 +155,6 @@ def count_sent_bytes(communication: Communication | None, sizes: list[tuple[int,
     return float(itemsize * total)
 
 
-def count_kept_bytes(communication: Communication, num_processes: int, moment_bytes: float) -> float:
-    """Count the bytes per trained parameter that a process keeps beside those of the exact step.
-
-    Args:
-        communication: the recipe's.
-        num_processes: N; the first process computes the most workers.
-        moment_bytes: bytes per parameter that the optimizer remembers.
-
-    >>> diloco = Communication.read("diloco of 4 workers every 50 steps")
-    >>> count_kept_bytes(diloco, 4, 8)  # parameters and momentum of the outer optimizer
-    8.0
-    >>> count_kept_bytes(diloco, 2, 8)  # one more worker
-    20.0
-    """
-    own = -(-(communication.num_workers or num_processes) // num_processes)
-    if communication.is_local:
-        return float(4 + 4 * (communication.outer_momentum > 0) + (own - 1) * (4 + moment_bytes))
-    return 4.0 + 4 * own  # the flat gradient, and errors
-
-
-def describe(communication: Communication) -> str:
-    """Say that it is another algorithm, and on what its result depends.
-
-    >>> describe(Communication.read("top_k 0.01 of 4 workers"))
-    'another algorithm than the exact step: top_k 0.01 of 4 workers; the same on 1 to 4 processes'
-    >>> describe(Communication.read("power_sgd of rank 4 from step 100"))
-    'another algorithm than the exact step: power_sgd of rank 4 from step 100; the same on any number of processes'
-    """
-    number = communication.num_workers
-    processes = (
-        "any number of processes" if number is None else f"1 to {number} processes" if number > 1 else "1 process"
-    )
-    return f"another algorithm than the exact step: {communication}; the same on {processes}"
-
-
-def describe_reduce_dtype(reduce_dtype: str, num_processes: int) -> str:
-    """Say what a run's `reduce_dtype` does to the step.
-
-    >>> describe_reduce_dtype("bf16", 1)
-    'reduce_dtype bf16: one process sends no gradients, so nothing is rounded; on several the step is not exact'
-    """
-    if num_processes == 1:
-        return (
-            f"reduce_dtype {reduce_dtype}: one process sends no gradients, so nothing is rounded; on several the step is not "
-            "exact"
-        )
-    return (
-        f"reduce_dtype {reduce_dtype}: not the exact step; the gradients of {num_processes} processes, and their sum, are "
-        f"rounded to {reduce_dtype}, otherwise for each number of processes; half of the bytes of float32 are sent"
-    )
-
-
 def count_largest(share: float, count: int) -> int:
     """Count the numbers that top_k sends of a tensor of `count` numbers: at least one.
 
@@ -187,10 +162,3 @@ def count_largest(share: float, count: int) -> int:
     (10, 1)
     """
     return max(1, round(share * count))
-
-
-def _product(size: tuple[int, ...]) -> int:
-    count = 1
-    for length in size:
-        count *= length
-    return count

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from samestep.contrib.growing.batch_schedule import BatchSchedule
 from samestep.recipe import catalog as recipes
-from samestep.recipe.batch_schedule import BatchSchedule
 from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
 from samestep.recipe.recipe import Recipe
 
