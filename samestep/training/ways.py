@@ -100,3 +100,8 @@ def choose_reduction(accelerator: Accelerator, recipe: Recipe, settings: RunSett
     place = next(way for way, is_wanted in WAYS if is_wanted(recipe, settings))
     reduction: Reduction = _load(place)(accelerator, recipe, settings)
     return reduction
+
+
+def make_small_model(recipe: Any, folder: Path) -> None:
+    """Make the small model of random weights that a rehearsal trains in place of the one that a recipe fine-tunes."""
+    _load("samestep.contrib.small_model:make")(recipe, folder)
