@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.step.batch_norm import StepStatistics
 from samestep.training.copies import Copies, Peers, Store
 from samestep.training.output_folder import OutputFolder
 from samestep.training.parts import Part
@@ -31,10 +32,12 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
 STRAGGLERS = "samestep.contrib.stragglers:Stragglers"
+DEVIATION = "samestep.contrib.whole_step:Deviation"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and _is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
+    (DEVIATION, lambda run: _depends_on_cut(run.recipe) and _is_there(DEVIATION)),  # nor for that
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.training.trackers:Trackers", lambda run: run.settings.report_to != "none"),
@@ -52,6 +55,10 @@ def _is_there(place: str) -> bool:
         return False
 
 
+def _depends_on_cut(recipe: Any) -> bool:
+    return getattr(recipe, "normalization", None) == "batch" and not recipe.exact_batch_norm
+
+
 def _follows_noise(recipe: Recipe) -> bool:
     return recipe.batch_schedule is not None and recipe.batch_schedule.kind == "noise"
 
@@ -66,6 +73,16 @@ def make_parts(run: "Run", parts: list[Part]) -> None:
 def _load(place: str) -> Any:
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def make_statistics(run: "Run") -> StepStatistics:
+    """Make what finds the statistics of batch normalisation in a run's steps."""
+    if not getattr(run.recipe, "exact_batch_norm", False):
+        return StepStatistics()
+    whole: StepStatistics = _load("samestep.contrib.whole_step:WholeStep")(
+        run.bare_model, is_canonical=run.reduction.is_exact
+    )
+    return whole
 
 
 def choose_accelerator(settings: RunSettings) -> type[Accelerator]:

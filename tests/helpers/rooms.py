@@ -25,14 +25,14 @@ SHARED = {
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_schedule benchmarks boundaries bounds docs equivalence errors exact_sum golden
-        harness interrupt launch main muon no_code optim packaging plots printed_commands quantization reading
+        accumulating advice batch_norm batch_schedule benchmarks boundaries bounds docs equivalence errors exact_sum golden
+        harness interrupt launch main modern muon no_code optim packaging plots printed_commands quantization reading
         readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
-        terminal variants watching
+        terminal train_images variants watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
-HELPERS = {"stepplan": ["odd_inputs", "odd_runs"], "samestep.contrib": ["run_accumulating"]}
+HELPERS = {"stepplan": ["odd_inputs", "odd_runs"], "samestep.contrib": ["run_accumulating", "run_batch_norm"]}
 """Room -> names of helpers that need it, where pytest looks for doctests."""
 MISSING = [room for room in OWN if find_spec(room) is None]
 
