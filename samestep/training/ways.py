@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from samestep.training.run import Run
 
 WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
+    (
+        "samestep.contrib.replication.reduction:ReplicatedExactSums",
+        lambda recipe, settings: settings.fault_tolerance == "step" and settings.reproducible is not None,
+    ),
     ("samestep.contrib.replication.reduction:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
     (
         "samestep.contrib.communication.reductions:LocalSteps",
