@@ -33,7 +33,6 @@ LONGEST_WAIT = 30.0
 """Seconds between two tries."""
 TRIES = 3
 """Times that a file is brought which arrives with other bytes."""
-BLOCK = 2**23
 PERMANENT = (FileNotFoundError, PermissionError, ImportError, ValueError)
 """Errors that another try does not mend."""
 
@@ -187,7 +186,7 @@ class CheckpointStore(Store):
 
     def _hash(self, target: str) -> str:
         with self.files.open(target, "rb") as file:
-            return _hash_blocks(file)
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     # -----------------------------------------------------------------------------------------------------------------
     # From the store
@@ -280,10 +279,3 @@ class CheckpointStore(Store):
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hash_blocks(file: Any) -> str:
-    result = hashlib.sha256()
-    while block := file.read(BLOCK):
-        result.update(block)
-    return result.hexdigest()
