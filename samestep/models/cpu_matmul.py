@@ -20,16 +20,7 @@ _replacements: torch.library.Library | None = None
 def add_onednn(
     candidates: Mapping[str, Callable[[], object]], model: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, Callable[[], object]]:
-    """Add to kernel candidates, where matmuls are in float32 on a CPU, the same ones with oneDNN's matmul.
-
-    Args:
-        candidates: name -> function that makes the model use these kernels.
-        model: decides by its dtype.
-        device, mixed_precision: of the computation.
-
-    Returns:
-        name -> function, as `candidates`; those with oneDNN follow the others.
-    """
+    """Add to kernel candidates, where matmuls are in float32 on a CPU, the same with oneDNN's matmul, behind the others."""
     both_libraries: dict[str, Callable[[], object]] = {
         name: partial(_use_kernels, candidate, None) for name, candidate in candidates.items()
     }

@@ -128,18 +128,9 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
 def causal_kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, kernel: str | None = None
 ) -> dict[str, Callable[[], object]]:
-    """List the kernels of attention and of matmuls that may be the fastest, for `kernels.choose_kernel`.
+    """List the kernels of attention and of matmuls for a causal model, as `SummedLosses.kernel_candidates`.
 
-    The kernel of `causal_attention` with torch's own matmul comes first.
-
-    Args:
-        model: a causal language model of transformers.
-        device, mixed_precision: of the computation.
-        length: tokens of a sample.
-        kernel: the only kernel of attention, if that is decided.
-
-    Returns:
-        name -> function that makes the model use these kernels.
+    The kernel of `causal_attention` for samples of `length` tokens comes first; `kernel` is the only one, if that is decided.
     """
     first = causal_attention(device, mixed_precision, length)
     names = sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)

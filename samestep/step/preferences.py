@@ -9,7 +9,8 @@ Both are counted over the whole step (see `losses`): micro-batches differ in the
 they are cut by tokens, in their pairs, so means of micro-batches must not be averaged.
 
 Sequences are given by their log-probabilities, summed over trained tokens: floating [sequences], pairs one after the other,
-the chosen sequence first. A last sequence without a partner holds padding and is left out.
+the chosen sequence first. A last sequence without a partner holds padding and is left out. The trained tokens of each sequence,
+`num_tokens`, are int64 [sequences].
 """
 
 from collections.abc import Sequence
@@ -40,12 +41,8 @@ def dpo(logps: torch.Tensor, reference: torch.Tensor, beta: float) -> PairLoss:
 
         x = beta ((log p_chosen - log p_ref_chosen) - (log p_rejected - log p_ref_rejected))
 
-    Sequences count by their sums, not by their means. The margin is x, a difference of implicit rewards.
-
-    Args:
-        logps: floating [sequences].
-        reference: the same under the reference model, floating [sequences].
-        beta: strength of the tie to the reference model.
+    Sequences count by their sums, not by their means. The margin is x, a difference of implicit rewards; `reference` are the
+    log-probabilities under the reference model, and beta is the strength of the tie to it.
     """
     (chosen, rejected), (ref_chosen, ref_rejected) = split_pairs(logps), split_pairs(reference.to(logps.dtype))
     margins = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
@@ -57,13 +54,7 @@ def simpo(logps: torch.Tensor, num_tokens: torch.Tensor, beta: float, margin: fl
 
         x = beta (mean log p_chosen - mean log p_rejected) - gamma
 
-    The margin is x + gamma, a difference of rewards.
-
-    Args:
-        logps: floating [sequences].
-        num_tokens: trained tokens of each sequence, int64 [sequences].
-        beta: scale of the rewards.
-        margin: gamma, the difference of rewards that is aimed at.
+    The margin is x + gamma, a difference of rewards; gamma, the argument `margin`, is the difference that is aimed at.
     """
     chosen, rejected = split_pairs(_mean(logps, num_tokens))
     margins = beta * (chosen - rejected)
@@ -77,10 +68,6 @@ def odds_ratio(logps: torch.Tensor, num_tokens: torch.Tensor) -> PairLoss:
 
     ORPO's first term is `chosen_cross_entropy`. The margin is x. A mean log p nearer to 0 than the dtype's epsilon, where 1 - P
     is no longer known, counts as that.
-
-    Args:
-        logps: floating [sequences].
-        num_tokens: trained tokens of each sequence, int64 [sequences].
     """
     means = _mean(logps, num_tokens).clamp(max=-torch.finfo(logps.dtype).eps)
     chosen, rejected = split_pairs(means - torch.log(-torch.expm1(means)))
@@ -90,10 +77,7 @@ def odds_ratio(logps: torch.Tensor, num_tokens: torch.Tensor) -> PairLoss:
 
 def reward(scores: torch.Tensor) -> PairLoss:
     """Sum the loss of a reward model, x = r_chosen - r_rejected (Bradley and Terry 1952; Ouyang et al. 2022, 2203.02155,
-    equation 1). The margin is x.
-
-    Args:
-        scores: r, floating [sequences].
+    equation 1). The margin is x; scores are r, floating [sequences].
     """
     chosen, rejected = split_pairs(scores)
     return _sum_pairs(chosen - rejected, chosen - rejected)
@@ -104,9 +88,6 @@ def chosen_cross_entropy(logps: torch.Tensor) -> torch.Tensor:
 
     With `dpo` it is as in Llama 3 (Dubey et al. 2024, 2407.21783, section 4.1.4). Iterative RPO (Pang et al. 2024, 2404.19733,
     equation 1) divides each sequence's by the sequence's own length instead; here all tokens count the same.
-
-    Args:
-        logps: floating [sequences].
     """
     return -split_pairs(logps)[0].sum()
 
@@ -156,11 +137,7 @@ def split_pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def count_tokens(label_sequence: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Count the trained tokens of each sequence, int64 [sequences].
-
-    Args:
-        label_sequence: number of the sequence of each trained token, int64 [tokens].
-        num_sequences: number of sequences.
+    """Count the trained tokens of each sequence, int64 [sequences], given the number of the sequence of each, int64 [tokens].
 
     >>> count_tokens(torch.tensor([0, 0, 2]), 4).tolist()
     [2, 0, 1, 0]

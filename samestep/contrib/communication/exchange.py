@@ -61,7 +61,7 @@ class Exchange:
         return {}
 
     def set_state(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint: `read` reads a tensor of those that `get_state` has named."""
 
     def count_bytes(self) -> dict[str, int]:
         """Count the bytes that a worker sends in a step on average, and those of the exact step, for the log."""

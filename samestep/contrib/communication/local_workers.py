@@ -27,16 +27,8 @@ OUTER = "outer"
 class LocalWorkers(Exchange):
     """The workers of a recipe that this process computes.
 
-    The model and the optimizer hold those of `current`, and after an exchange those of the first of `own`.
-
-    Args:
-        accelerator: the run's.
-        communication: `is_local`.
-        named_parameters: of the model without wrapping; those that require gradients are trained.
-        optimizer: of torch, not wrapped; its states are swapped.
-
-    Attributes:
-        current: number of the worker whose parameters the model has.
+    The model and the optimizer (of torch, not wrapped) hold those of `current`, and after an exchange those of the first of
+    `own`.
     """
 
     def __init__(
@@ -120,12 +112,7 @@ class LocalWorkers(Exchange):
         return self.optimizer.state if worker == self.current else self.held_states[worker]
 
     def set_state(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Go on from a checkpoint, of which the model and the optimizer have been loaded already.
-
-        Args:
-            read: reads a tensor of the checkpoint that `get_state` named.
-            names: all names.
-        """
+        """Go on from a checkpoint, of which the model and the optimizer have been loaded already."""
         for start, parameter in zip(self.start, self.parameters, strict=True):
             start.copy_(parameter.detach())
         first_state = self.optimizer.state  # of worker 0, which stands for the shapes of all
