@@ -136,13 +136,7 @@ def _read_questions() -> Iterator[str]:
 
 
 class _Talk:
-    """A conversation with a model.
-
-    Args:
-        folder: what a fine-tuning left.
-        base: its whole model, see `_find_whole_model`.
-        settings: of the answers.
-    """
+    """A conversation with what a fine-tuning left in a folder, whose whole model is `base`."""
 
     def __init__(self, folder: str, base: str, settings: ChatSettings):
         from samestep._internals.library_output import quiet_libraries  # here: they import torch

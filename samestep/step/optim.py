@@ -40,13 +40,10 @@ __getattr__ = import_other
 def adamw(
     model: nn.Module, hyperparameters: Hyperparameters, weight_decay: float, layerwise_lr_decay: float = 1.0
 ) -> torch.optim.AdamW:
-    """Make a fused AdamW (Loshchilov and Hutter 2019, 1711.05101).
+    """Make a fused AdamW (Loshchilov and Hutter 2019, 1711.05101) of a model's parameters that require gradients.
 
-    Args:
-        model: its parameters that require gradients are trained.
-        hyperparameters: learning rate, betas, eps.
-        weight_decay: of matrices.
-        layerwise_lr_decay: learning rate of a layer divided by the learning rate of the layer above it (see `depths`).
+    Weights decay where they are matrices; layerwise_lr_decay is the learning rate of a layer over that of the layer above it
+    (see `depths`).
     """
     betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
     groups = group_parameters(model, weight_decay, layerwise_lr_decay)
