@@ -13,8 +13,8 @@ OWN = {
         pretrained_shape proof_gpu timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest noise_scale peer_copies replicas
-        stragglers watch
+        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest noise_scale peer_copies
+        preferences replicas stragglers watch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
@@ -25,10 +25,11 @@ SHARED = {
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_norm batch_schedule benchmarks boundaries bounds docs equivalence errors exact_sum golden
-        harness interrupt launch main modern muon no_code optim packaging plots printed_commands quantization reading
-        readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding
-        terminal train_images variants watching
+        accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm docs equivalence
+        errors evaluation exact_sum finetune_causal_lm golden harness interrupt launch main modern muon no_code
+        optim packaging plots printed_commands quantization reading readme recovery reduction rehearsal
+        reliability reproducible restarts run_files saved_models sharding terminal train_images variants
+        watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
