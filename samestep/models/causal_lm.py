@@ -38,6 +38,8 @@ from samestep.step.log_probabilities import count_tokens, sequence_logps
 
 PREFERENCES = "samestep.contrib.preferences"
 """Module of the losses of pairs of sequences, of all objectives but sft."""
+NF4 = "samestep.contrib.nf4"
+"""Module that rounds a base to 4 bits."""
 SHAPE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("max_position_embeddings", "tie_word_embeddings", "initializer_range"),
@@ -196,7 +198,7 @@ class CausalLmSums(SummedLosses):
         model, notes = build_model(recipe, source, shape), []
         stop_tokens.add(model, source)
         if recipe.base_quantization is not None:
-            notes.append(quantization.quantize_base(model, recipe.modules_to_save))
+            notes.append(importlib.import_module(NF4).quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
             dtype = adapters.find_base_dtype(recipe)
