@@ -95,7 +95,7 @@ class LocalWorkers(Exchange):
     def get_state(self) -> dict[str, torch.Tensor]:
         """Gather what a checkpoint lacks on process 0: the states of all workers but the first, and the outer momentum; {}
         elsewhere. Called by all processes after an exchange."""
-        own_states, tensors = {worker: self._get_inner_state(worker) for worker in self.own}, {}
+        own_states, tensors = self.held_states | {self.current: self.optimizer.state}, {}
         for worker in range(1, self.communication.num_workers):
             for name, parameter in self.named.items():
                 for key, like in sorted(own_states[self.own[0]].get(parameter, {}).items()):
@@ -107,9 +107,6 @@ class LocalWorkers(Exchange):
                 tensors[f"{OUTER}/{name}"] = self.outer.state[start]["momentum_buffer"]
         is_first = self.accelerator.is_main_process
         return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if is_first else {}
-
-    def _get_inner_state(self, worker: int) -> Any:
-        return self.optimizer.state if worker == self.current else self.held_states[worker]
 
     def set_state(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
         """Go on from a checkpoint, of which the model and the optimizer have been loaded already."""

@@ -163,16 +163,13 @@ class CheckpointStore(Store):
         target = f"{self.root}/{folder.name}"
         for path in lines:
             if path.exists():
-                self._insist(functools.partial(self._copy_lines, path))
+                self._insist(functools.partial(self._put, path.read_bytes(), f"{self.root}/{path.name}"))
         if self._read_manifest(folder.name) == manifest:
             return
         self._insist(lambda: self.files.makedirs(target, exist_ok=True))
         for name, entry in parse_json(manifest, f"{folder.name}/manifest.json")["files"].items():
             self._insist(functools.partial(self._copy_file, folder / name, f"{target}/{name}", entry["sha256"]))
         self._insist(lambda: self._put(manifest, f"{target}/manifest.json"))
-
-    def _copy_lines(self, path: Path) -> None:
-        self._put(path.read_bytes(), f"{self.root}/{path.name}")
 
     def _copy_file(self, path: Path, target: str, digest: str) -> None:
         self.files.put_file(str(path), target)
