@@ -2,7 +2,7 @@
 
     make bench NAME=batch_norm
 
-The deviation is that of `batch_norm.deviation`, with which training logs it: the relative error of a step's gradient, its
+The deviation is that of `whole_step.deviation`, with which training logs it: the relative error of a step's gradient, its
 statistics taken from micro-batches of b images, beside that of the whole batch; at the start, and after a few epochs' worth of
 exact steps. The cost is the time of a step with `WholeStep` (--exact_batch_norm) over that of the ordinary step, the same
 micro-batches in both, taking turns; medians. In float32. The digits and captchas are the recipes' own; ResNets see random
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from samestep.contrib.builtin import captchas
-from samestep.data import images
+from samestep.contrib.whole_step import WholeStep, deviation
+from samestep.data import captchas, images
 from samestep.models.networks import CaptchaReader
 from samestep.recipe.catalog import load
 from samestep.step import batch_norm, losses, optim
@@ -37,7 +37,7 @@ class Case:
     def __init__(self, title: str, network: nn.Module, optimizer, draw: Callable[[int, int], tuple], batch: int):
         self.title, self.network, self.optimizer, self.draw, self.batch = title, network.train(), optimizer, draw, batch
         batch_norm.synchronize(network)
-        self.whole = batch_norm.WholeStep(network)
+        self.whole = WholeStep(network)
 
     def micro_batches(self, step: int, size: int) -> list[tuple]:
         pixels, labels = self.draw(step, self.batch)
@@ -92,7 +92,7 @@ def resnet_case(name: str, size: int, batch: int) -> Case:
 
 def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> list[dict]:
     rows = []
-    initial = {size: batch_norm.deviation(case.network, case.micro_batches(0, size), case.loss) for size in sizes}
+    initial = {size: deviation(case.network, case.micro_batches(0, size), case.loss) for size in sizes}
     for step in range(num_steps):
         case.step(case.micro_batches(step, case.batch), exact=False)  # one micro-batch: exact as it is
     for size in sizes:
@@ -107,7 +107,7 @@ def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> lis
         row |= {
             "first": initial[size],
             "steps": num_steps,
-            "later": batch_norm.deviation(case.network, micro_batches, case.loss),
+            "later": deviation(case.network, micro_batches, case.loss),
         }
         calls = {
             "cut": partial(case.step, micro_batches, exact=False),

@@ -37,15 +37,14 @@ def torch_update(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def measure_rounding() -> dict[str, list[float]]:
+    from samestep.contrib.optim.muon import find_matrices, orthogonalize
     from samestep.models.gpt2_pretraining import PretrainingSums
     from samestep.recipe.catalog import load
-    from samestep.step import optim
-    from samestep.step.optim.muon import orthogonalize
 
     torch.manual_seed(0)
     recipe = load("gpt2_small_cpu")
     model = PretrainingSums.from_recipe(recipe, None)
-    matrices = optim.find_matrices(model)
+    matrices = find_matrices(model)
     tokens = torch.randint(recipe.vocab_size, (BATCH, recipe.block_size + 1))
     gradients = []
     for size in (BATCH, 1):
@@ -62,14 +61,13 @@ def measure_rounding() -> dict[str, list[float]]:
 
 
 def measure_cost(rounds: int) -> dict[str, list[float]]:
+    from samestep.contrib.optim.muon import find_matrices, orthogonalize
     from samestep.models.gpt2_pretraining import PretrainingSums
     from samestep.recipe.catalog import load
-    from samestep.step import optim
-    from samestep.step.optim.muon import orthogonalize
 
     recipe = load("gpt2_124m")
     model = PretrainingSums.from_recipe(recipe, None)
-    matrices = optim.find_matrices(model)
+    matrices = find_matrices(model)
     batch = {**model.example(recipe, 1), "input_ids": torch.randint(recipe.vocab_size, (1, recipe.block_size))}
 
     def step() -> float:

@@ -391,7 +391,7 @@ def step_time(
 def _orthogonalization(
     software: Software, hardware: Hardware, sharded: bool, calibration: Calibration
 ) -> tuple[float, float, float]:
-    """Compute the seconds of `samestep.step.optim.muon`'s products in float32, N matrices at a time, and of their exchange.
+    """Compute the seconds of `samestep.contrib.optim.muon`'s products in float32, N matrices at a time, and of their exchange.
 
     Results are sent, 4 bytes per number, while the next ones are computed, but for those of the last round. Where weights are
     sharded, what they are computed from is gathered before.
@@ -414,7 +414,7 @@ def _orthogonalization(
 
 
 def count_orthogonalization(rows: int, columns: int) -> int:
-    """Count the FLOPs of `samestep.step.optim.muon.orthogonalize`, as its `count_flops` does.
+    """Count the FLOPs of `samestep.contrib.optim.muon.orthogonalize`, as its `count_flops` does.
 
     >>> count_orthogonalization(768, 3072) == count_orthogonalization(3072, 768) == 10 * 768**2 * (2 * 3072 + 768)
     True

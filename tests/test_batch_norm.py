@@ -25,8 +25,9 @@ from run_batch_norm import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from samestep.contrib.whole_step import WholeStep, deviation
 from samestep.errors import UsageError
-from samestep.step.batch_norm import BatchNorm, FrozenBatchNorm, WholeStep, deviation, freeze, synchronize
+from samestep.step.batch_norm import BatchNorm, FrozenBatchNorm, freeze, synchronize
 
 CUT = cut(MICRO_BATCHES[1], 0)
 ALL = [slice(0, 9)]
@@ -322,15 +323,15 @@ def test_with_checkpointing():
     assert_same_state(model.state_dict(), state)
 
 
-def test_micro_batches_without_samples_and_a_scaled_backward():
+def test_micro_batches_without_samples_and_a_scaled_loss():
     model = build("plain")
     gradient, state = one_batch(model)
     synchronize(model)
     whole, loss = WholeStep(model), make_loss(model)
     micro_batches = cut([[0, 5, 0, 4]], 0)
-    whole.prepare(micro_batches, loss, scale=1024.0)
+    whole.prepare(micro_batches, lambda micro_batch: 1024 * loss(micro_batch))
     for micro_batch in micro_batches:
-        (1024 * (loss(micro_batch) + whole.correction())).backward()
+        (1024 * loss(micro_batch) + whole.correction()).backward()
     whole.finish()
     assert miss(gradients(model) / 1024, gradient) < 1e-11
     assert_same_state(model.state_dict(), state)

@@ -22,7 +22,7 @@ from samestep.models.causal_lm import CausalLmSums, build_model
 from samestep.models.saved_causal_lm import merge_adapter
 from samestep.recipe import catalog as recipes
 from samestep.recipe.run_settings import RunSettings
-from samestep.step import losses, preferences
+from samestep.step import losses
 from samestep.step.noise import Dropout, noise_by_sample
 from samestep.training import checkpoint, launch
 from samestep.training.reduction import Reduction
@@ -384,6 +384,8 @@ def test_pairs_in_a_row_are_their_sequences_alone(options, objective):
         else:
             values = [-loss_alone(own, *sample) for sample in samples]
         num_tokens = torch.tensor([int(is_trained.sum()) for _, is_trained in samples])
+        from samestep.contrib import preferences  # here: a room that may be missing
+
         expected, expected_correct, _ = preferences.sum_terms(
             objective, list(options.loss_weights), torch.stack(values), num_tokens, reference, beta=0.5, margin=0.3
         )

@@ -9,7 +9,7 @@ from cases import thorough
 from common import evaluations, fresh_accelerator
 from run_reference import Bigrams, Pairs
 
-from samestep.step.preferences import count_tokens, sum_terms
+from samestep.step.log_probabilities import count_tokens
 from samestep.training import evaluation
 from samestep.training.evaluation import evaluate_logits, score_pairs
 from samestep.training.launch import create_accelerator
@@ -50,6 +50,8 @@ class Model(Bigrams):
     def forward(self, **micro_batch):
         logps = self.sequence_log_probabilities(**micro_batch)
         num_tokens = count_tokens(micro_batch["label_sequence"], len(logps))
+        from samestep.contrib.preferences import sum_terms  # here: a room that may be missing
+
         sums, _, margins = sum_terms("orpo", ["sft", "odds"], logps, num_tokens)
         return sums, margins[:, None]
 

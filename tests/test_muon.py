@@ -9,11 +9,11 @@ from hooks import Watch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from samestep.contrib.optim.muon import orthogonalize
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim import Muon, muon
-from samestep.step.optim.muon import orthogonalize
 
 FLAGS = " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1 --dtype "
 

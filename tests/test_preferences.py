@@ -9,16 +9,8 @@ from small_models import LLAMA, peak
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from samestep.step.preferences import (
-    chosen_cross_entropy,
-    count_tokens,
-    dpo,
-    odds_ratio,
-    reward,
-    sequence_logps,
-    simpo,
-    sum_terms,
-)
+from samestep.contrib.preferences import chosen_cross_entropy, dpo, odds_ratio, reward, simpo, sum_terms
+from samestep.step.log_probabilities import count_tokens, sequence_logps
 
 BETA, MARGIN = 0.7, 0.3
 # Objective -> weights of its terms

@@ -20,11 +20,12 @@ from forks import call_in_fork
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
+from samestep.contrib import whole_step
 from samestep.errors import UsageError, exit_code
 from samestep.models import attention, gpt2_pretraining
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
-from samestep.step import accumulate, batch_norm, losses
+from samestep.step import accumulate, losses
 from samestep.training import launch
 from stepplan import transformer
 
@@ -368,8 +369,8 @@ def mix_samples(monkeypatch):
 
 
 def statistics_of_a_micro_batch(monkeypatch):
-    right = batch_norm.WholeStep
-    monkeypatch.setattr(batch_norm, "WholeStep", lambda _: right(torch.nn.Identity()))
+    right = whole_step.WholeStep
+    monkeypatch.setattr(whole_step, "WholeStep", lambda _: right(torch.nn.Identity()))
 
 
 @pytest.mark.parametrize(

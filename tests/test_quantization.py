@@ -9,10 +9,10 @@ from compare import check, hash_run, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from samestep.contrib.nf4 import Nf4Linear
+from samestep.contrib.nf4 import Nf4Linear, quantize_base
 from samestep.errors import UsageError
 from samestep.models.causal_lm import CausalLmSums
-from samestep.models.quantization import dequantize_base, quantize_base
+from samestep.models.quantization import dequantize_base
 from samestep.recipe.catalog import load
 from samestep.step.optim import AdamW8bit
 from samestep.training import checkpoint

@@ -14,8 +14,8 @@ from chat_bases import EXPERTS, save_base, write_chats
 from common import PLANNED, ROOT, fresh_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from samestep.contrib import small_model
 from samestep.errors import UsageError
-from samestep.models import small_model
 from samestep.recipe import rehearsal
 from samestep.recipe import run_settings as run
 from samestep.recipe.catalog import catalog_names, load

@@ -174,6 +174,7 @@ def test_images_are_in_channels_last_where_that_is_faster(classify, monkeypatch,
     assert not any(layouts), "channels_last"
 
 
+@pytest.mark.rooms
 def test_batch_normalisation_says_by_how_much_the_cut_matters(classify, read, capsys):
     for name, run in (("classify", classify), ("read", read)):
         flags = f"{SMALL} --normalization batch --max_train_steps 1"

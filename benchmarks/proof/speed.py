@@ -56,11 +56,12 @@ from proof.speed_cases import (
     variants,
 )
 from proof.tasks import ROOT, Task, free, line, verdict
+from samestep.contrib import whole_step
 from samestep.data.steps import to_device
 from samestep.errors import RunError
 from samestep.recipe.catalog import load
 from samestep.recipe.recipe import Recipe
-from samestep.step import accumulate, batch_norm, losses, optim
+from samestep.step import accumulate, losses, optim
 from stepplan import hardware, transformer
 
 PUBLISHED = ROOT / "benchmarks" / "published.yaml"
@@ -172,7 +173,7 @@ def gradient(
     def compute_loss(micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return losses.weighted_loss(call(**to_device(micro_batch, device))[0], counts, weights)
 
-    whole = batch_norm.WholeStep(model if case.kind == "resnet" and k > 1 else nn.Identity())
+    whole = whole_step.WholeStep(model if case.kind == "resnet" and k > 1 else nn.Identity())
     with sdpa_kernel(SDPBackend.MATH) if variant == REFERENCE else contextlib.nullcontext():
         whole.prepare(step.micro_batches, compute_loss)
         add_gradients(accelerator, call, step, weights, fault, whole.correction)

@@ -14,6 +14,8 @@ from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import check_model_folder, format_name, read_json
 from samestep.recipe.settings import LENGTH, NOT_NEGATIVE, program_name, setting
 
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes whose head scores the next token."""
 INTERRUPTED = 130
 """Exit code of a program that SIGINT ended, as shells have it."""
 
@@ -83,6 +85,36 @@ def _find_whole_model(folder: str) -> str:
     return folder
 
 
+def _load_result(folder: str, base: str) -> Any:
+    """Load what a fine-tuning left, to generate texts: in the type of its files, on a GPU if there is one.
+
+    Args:
+        folder: of a whole model of transformers, or of an adapter of peft's.
+        base: folder or name of the whole model: `folder` itself, or that of the adapter's base.
+
+    Raises:
+        UsageError: it cannot be loaded, or is no causal language model.
+    """
+    import torch  # here: it takes seconds
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        name = (config.architectures or [f"{config.model_type}ForCausalLM"])[0]
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not name.endswith(GENERATORS):
+            raise ValueError(f"it is no causal language model, but a {name}")
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", weights_only=True)
+        if folder != base:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(model, folder)
+        return model.to(device).eval()
+    except Exception as error:  # of any kind: the files were written by others
+        subject = folder if folder == base else f"{folder}, an adapter of {base},"
+        raise UsageError(f"{subject} cannot be loaded: {reason(error)}. Give what a fine-tuning left") from None
+
+
 def _read_questions() -> Iterator[str]:
     """Read the lines that are typed, or those of stdin, until it ends; those without a word are left out."""
     if sys.stdin is None or sys.stdin.closed:
@@ -104,19 +136,13 @@ def _read_questions() -> Iterator[str]:
 
 
 class _Talk:
-    """A conversation with a model.
-
-    Args:
-        folder: what a fine-tuning left.
-        base: its whole model, see `_find_whole_model`.
-        settings: of the answers.
-    """
+    """A conversation with what a fine-tuning left in a folder, whose whole model is `base`."""
 
     def __init__(self, folder: str, base: str, settings: ChatSettings):
         from samestep._internals.library_output import quiet_libraries  # here: they import torch
         from samestep.data.chat_templates import Renderer
         from samestep.data.tokenizer import load_tokenizer
-        from samestep.models import pretrained, stop_tokens
+        from samestep.models import stop_tokens
 
         quiet_libraries()
         self.settings, self.folder = settings, folder
@@ -127,7 +153,7 @@ class _Talk:
                 f'transformers\' pipeline("text-generation", model="{folder}")'
             )
         self.renderer = Renderer(self.tokenizer, "assistant", has_turns=True)
-        self.model = pretrained.load_result(folder, base)
+        self.model = _load_result(folder, base)
         file = Path(folder).expanduser() / "generation_config.json"
         saved = [read_json(file, "generation_config.json").get("eos_token_id")] if file.is_file() else []
         own = [self.tokenizer.eos_token_id]

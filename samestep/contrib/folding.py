@@ -21,11 +21,7 @@ class Folding(Unrepeatable):
     optimizer: Accumulating
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: dict[str, nn.Parameter],
-        start: State,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, start: State
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         assert isinstance(optimizer, Accumulating)
         self.optimizer = optimizer

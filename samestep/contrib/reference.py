@@ -1,8 +1,8 @@
 """Compute the reference log-probabilities of preference pairs once, before training, and keep them.
 
-The reference model of `preferences.dpo` is the start model, frozen. Its log-probabilities do not change during a training, so
-no second model is held while training, and no forward of one is computed in any step. Under LoRA the reference is the base
-without its adapter, or with the one that the training goes on with.
+The reference model of dpo (`contrib.preferences`) is the start model, frozen. Its log-probabilities do not change during a
+training, so no second model is held while training, and no forward of one is computed in any step. Under LoRA the reference is
+the base without its adapter, or with the one that the training goes on with.
 
 They lie in a file, with a fingerprint of all that they follow from: the model's weights and configuration, the precision, and
 the tensors of all samples. A resumed run reads them; where the fingerprint is another, they are computed again.
@@ -29,7 +29,7 @@ from samestep.data.steps import MicroBatch
 from samestep.errors import UsageError
 from samestep.models import adapters
 from samestep.models.summed_losses import SummedLosses
-from samestep.step.preferences import split_pairs
+from samestep.step.log_probabilities import split_pairs
 from samestep.training import checkpoint, evaluation, launch, sharding
 from samestep.training.digest import digest_tensor
 from samestep.training.run import Run

@@ -11,9 +11,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from samestep.errors import UsageError
-from samestep.models import pretrained, small_model
+from samestep.models import pretrained
 from samestep.recipe import rehearsal, run_settings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.training import ways
 
 
 def rehearse_own_kind(
@@ -49,7 +50,7 @@ def rehearse_own_kind(
             if os.environ.get(rehearsal.SESSION, "0") == "0":
                 shutil.rmtree(folder, ignore_errors=True)
                 torch.manual_seed(whole.seed)
-                small_model.make(whole, folder)
+                ways.make_small_model(whole, folder)
             answer = [None if folder.exists() else ""]  # the first session has said why
         except UsageError as error:
             answer = [f"{error}: this rehearsal trains a small Llama instead"]

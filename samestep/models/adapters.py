@@ -167,12 +167,7 @@ def _check_names(model: PreTrainedModel, recipe: CausalLmFineTuning) -> None:
 
 
 def name_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name in peft's files of each trained tensor of peft's model, by its name there.
-
-    Args:
-        model: peft's.
-        names: of its trained parameters.
-    """
+    """Return the name in peft's files of each trained parameter of peft's model, by its name there."""
     import peft
 
     # peft selects and renames the entries of a state, and never looks into them
@@ -196,13 +191,10 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 
 def save_adapter(model: Any, tokenizer: Any, folder: Path, has_base: bool) -> None:
-    """Save an adapter. A base of random weights is nowhere else, so it is saved beside it, in `base/`.
+    """Save an adapter of `add_lora` and the tokenizer in a folder.
 
-    Args:
-        model: of `add_lora`; without a base of its own, the adapter is taken off.
-        tokenizer: of transformers.
-        folder: gets the adapter and the tokenizer.
-        has_base: whether the base is a folder's, or the hub's.
+    Where its base is no folder's, nor the hub's (`has_base`), but of random weights, which are nowhere else, the adapter is
+    taken off the model, and the base is saved beside it, in `base/`.
     """
     save_pretrained(model, tokenizer, folder)
     if not has_base:

@@ -60,16 +60,9 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 def kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, Callable[[], object]]:
-    """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose_kernel`.
+    """List the kernels of attention and of matmuls for a model that sees both sides, as `SummedLosses.kernel_candidates`.
 
-    Args:
-        model: of transformers, which sees both sides.
-        device, mixed_precision: of the computation.
-        settings: where attn_implementation is set, that kernel is the only one. A compiled model has one table, and products
-            of its own.
-
-    Returns:
-        name -> function that makes the model use these kernels.
+    Where attn_implementation is set, that kernel is the only one. A compiled model has one table, and products of its own.
     """
     kernel, names = settings.attn_implementation, ["sdpa"]
     is_noisy = bool(getattr(model.config, "attention_probs_dropout_prob", 0))

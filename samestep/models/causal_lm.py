@@ -1,6 +1,7 @@
 """Fine-tune a causal language model of transformers on sequences without padding: losses summed over a micro-batch."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -32,8 +33,13 @@ from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
-from samestep.step import losses, noise, preferences
+from samestep.step import losses, noise
+from samestep.step.log_probabilities import count_tokens, sequence_logps
 
+PREFERENCES = "samestep.contrib.preferences"
+"""Module of the losses of pairs of sequences, of all objectives but sft."""
+NF4 = "samestep.contrib.nf4"
+"""Module that rounds a base to 4 bits."""
 SHAPE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("max_position_embeddings", "tie_word_embeddings", "initializer_range"),
@@ -122,7 +128,7 @@ def choose_config(recipe: Any, tokenizer: Any) -> tuple[type[PreTrainedConfig], 
 
 
 class CausalLmSums(SummedLosses):
-    """Sums an objective's losses over sequences of tokens, or over pairs of them (see `preferences`).
+    """Sums an objective's losses over sequences of tokens, or over pairs of them (see `contrib.preferences`).
 
     For sft that is the cross-entropy of trained tokens, each divided by its sequence's number of them if samples count alike.
     Sequences lie end to end in a row, without padding, if the model's attention can be computed inside them (`sequences`) and
@@ -132,7 +138,7 @@ class CausalLmSums(SummedLosses):
         model: of transformers, or peft's model of it.
         objective: sft, dpo, orpo, simpo or reward.
         loss_weighting: token or sample, of sft.
-        terms: names of the loss terms, see `preferences.sum_terms`.
+        terms: names of the loss terms, see `contrib.preferences.sum_terms`.
         beta, margin: of the objectives of pairs that have them.
 
     Attributes:
@@ -192,7 +198,7 @@ class CausalLmSums(SummedLosses):
         model, notes = build_model(recipe, source, shape), []
         stop_tokens.add(model, source)
         if recipe.base_quantization is not None:
-            notes.append(quantization.quantize_base(model, recipe.modules_to_save))
+            notes.append(importlib.import_module(NF4).quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
             dtype = adapters.find_base_dtype(recipe)
@@ -232,13 +238,14 @@ class CausalLmSums(SummedLosses):
             reference: float32 [Q], log-probability of each sequence's trained tokens by the reference model.
         """
         hidden, num_sequences = self.hidden(input_ids, position_ids, ends), len(ends) - 1
-        num_trained = preferences.count_tokens(label_sequence, num_sequences)
+        num_trained = count_tokens(label_sequence, num_sequences)
         if self.objective != "sft":
             if self.objective == "reward":
                 values = self.causal_lm.score(hidden[(ends[1:] - 1).clamp(min=0)]).squeeze(1)
             else:
                 values = self._sequence_logps(hidden[label_index], labels, label_sequence, num_sequences)
             options = {"beta": self.beta, "margin": self.margin}
+            preferences = importlib.import_module(PREFERENCES)
             sums, correct, margins = preferences.sum_terms(
                 self.objective, self.terms, values, num_trained, reference, **options
             )
@@ -316,7 +323,7 @@ class CausalLmSums(SummedLosses):
         if self._has_plain_head:
             weight = self.causal_lm.get_output_embeddings().weight
             options = num_sequences, losses.choose_max_logits(weight)
-            return preferences.sequence_logps(self._scale(hidden), weight, labels, label_sequence, *options)
+            return sequence_logps(self._scale(hidden), weight, labels, label_sequence, *options)
         log_p = torch.cat([log_p for _, log_p, _ in self._log_probabilities(hidden, labels)])
         sums = torch.zeros(num_sequences, dtype=torch.float64, device=log_p.device)
         return sums.index_add(0, label_sequence, log_p.double()).to(log_p.dtype)

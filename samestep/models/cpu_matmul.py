@@ -20,25 +20,14 @@ _replacements: torch.library.Library | None = None
 def add_onednn(
     candidates: Mapping[str, Callable[[], object]], model: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, Callable[[], object]]:
-    """Add to kernel candidates, where matmuls are in float32 on a CPU, the same ones with oneDNN's matmul.
-
-    Args:
-        candidates: name -> function that makes the model use these kernels.
-        model: decides by its dtype.
-        device, mixed_precision: of the computation.
-
-    Returns:
-        name -> function, as `candidates`; those with oneDNN follow the others.
-    """
-    both_libraries: dict[str, Callable[[], object]] = {
-        name: partial(_use_kernels, candidate, None) for name, candidate in candidates.items()
-    }
+    """Add to kernel candidates, where matmuls are in float32 on a CPU, the same with oneDNN's matmul, behind the others."""
     is_float32 = mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
-    if device.type == "cpu" and is_float32 and has_onednn():
-        both_libraries |= {
-            f"{name}, {ONEDNN}": partial(_use_kernels, candidate, ONEDNN) for name, candidate in candidates.items()
-        }
-    return both_libraries
+    libraries = {"": None} | ({f", {ONEDNN}": ONEDNN} if device.type == "cpu" and is_float32 and has_onednn() else {})
+    return {
+        f"{name}{ending}": partial(_use_kernels, candidate, library)
+        for ending, library in libraries.items()
+        for name, candidate in candidates.items()
+    }
 
 
 def _use_kernels(candidate: Callable[[], object], library: str | None) -> None:

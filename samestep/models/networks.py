@@ -97,15 +97,9 @@ def memory_format(device: torch.device, mixed_precision: str) -> torch.memory_fo
 def memory_format_candidates(
     model: nn.Module, network: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, partial]:
-    """List the memory formats, the one of `memory_format` first, for `kernels.choose_kernel`.
+    """List the memory formats, the one of `memory_format` first, as `SummedLosses.kernel_candidates`.
 
-    Args:
-        model: passes images to `network` in the format of its attribute `memory_format`.
-        network: part of the model.
-        device, mixed_precision: of the computation.
-
-    Returns:
-        name -> function that makes the model use this format.
+    The model passes images to its `network` in the format of its attribute `memory_format`.
     """
     formats = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
     first = memory_format(device, mixed_precision)

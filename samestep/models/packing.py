@@ -53,11 +53,7 @@ def row_hidden(
 
 
 def padded_hidden(model: PreTrainedModel, input_ids: torch.Tensor, row: Sequences) -> torch.Tensor:
-    """Compute the last hidden states of a row of sequences, [n, width], each sequence alone in a padded row of its own.
-
-    Args:
-        model, input_ids, row: as of `row_hidden`; the spare token fills rows up.
-    """
+    """Compute the last hidden states of a row of sequences, [n, width], each alone in a row that the spare token fills up."""
     rows = row.rows()
     padded = input_ids[0, rows.source]  # [Q', T]
     mask = None if rows.is_token is None else rows.is_token[:, 0, 0].long()

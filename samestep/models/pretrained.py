@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,9 +24,6 @@ from samestep.errors import UsageError, reason
 from samestep.models import cpu_matmul, stop_tokens
 from samestep.recipe.pretrained_shape import find_base, read_local_config
 from samestep.recipe.reading import read_json
-
-GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of classes whose head scores the next token."""
 
 
 def find_config(name_or_path: str) -> dict[str, Any] | None:
@@ -115,33 +109,6 @@ def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
     tokenizer.save_pretrained(folder)
 
 
-def load_result(folder: str, base: str) -> Any:
-    """Load what a fine-tuning left, to generate texts: in the type of its files, on a GPU if there is one.
-
-    Args:
-        folder: of a whole model of transformers, or of an adapter of peft's.
-        base: folder or name of the whole model: `folder` itself, or that of the adapter's base.
-
-    Raises:
-        UsageError: it cannot be loaded, or is no causal language model.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        name = (config.architectures or [f"{config.model_type}ForCausalLM"])[0]
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not name.endswith(GENERATORS):
-            raise ValueError(f"it is no causal language model, but a {name}")
-        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", weights_only=True)
-        if folder != base:
-            import peft  # takes seconds
-
-            model = peft.PeftModel.from_pretrained(model, folder)
-        return model.to(device).eval()
-    except Exception as error:  # of any kind: the files were written by others
-        subject = folder if folder == base else f"{folder}, an adapter of {base},"
-        raise UsageError(f"{subject} cannot be loaded: {reason(error)}. Give what a fine-tuning left") from None
-
-
 def save_generation_config(model: Any, folder: Path) -> None:
     """Save a model's generation_config, if it generates."""
     if isinstance(model, PreTrainedModel) and model.can_generate():
@@ -161,18 +128,9 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
 def causal_kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, kernel: str | None = None
 ) -> dict[str, Callable[[], object]]:
-    """List the kernels of attention and of matmuls that may be the fastest, for `kernels.choose_kernel`.
+    """List the kernels of attention and of matmuls for a causal model, as `SummedLosses.kernel_candidates`.
 
-    The kernel of `causal_attention` with torch's own matmul comes first.
-
-    Args:
-        model: a causal language model of transformers.
-        device, mixed_precision: of the computation.
-        length: tokens of a sample.
-        kernel: the only kernel of attention, if that is decided.
-
-    Returns:
-        name -> function that makes the model use these kernels.
+    The kernel of `causal_attention` for samples of `length` tokens comes first; `kernel` is the only one, if that is decided.
     """
     first = causal_attention(device, mixed_precision, length)
     names = sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)

@@ -3,18 +3,11 @@
 All that makes up a weight is a frozen parameter, so that checkpoints leave it out and digests of the base hold all of it.
 """
 
-import importlib
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from samestep._internals.torch_tracing import is_fake
-
-NF4 = "samestep.contrib.nf4"
-"""Module that rounds to 4 bits."""
 
 
 class FrozenLinear(nn.Linear):
@@ -74,12 +67,6 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         with torch.autocast(gradient.device.type, enabled=False):
             return gradient @ ctx.layer.dequantize(gradient.dtype), None
-
-
-def quantize_base(model: PreTrainedModel, modules_to_save: Any = None) -> str:
-    """Round the linear layers of a model to 4 bits in place; see `contrib.nf4`, which is imported only for that."""
-    line: str = importlib.import_module(NF4).quantize_base(model, modules_to_save)
-    return line
 
 
 def hold_base(model: nn.Module, dtype: torch.dtype) -> None:

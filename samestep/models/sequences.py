@@ -12,6 +12,7 @@ A row's last token is spare: it belongs to no sequence, and padding in the table
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -56,20 +57,17 @@ class Sequences:
         self.lengths = lengths if len(lengths) else np.array([num_tokens - 1])
         self._tables: dict[int, Tables] = {}
         self._masks: dict[tuple, torch.Tensor] = {}
-        self._ends: torch.Tensor | None = None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return int(self.lengths.max())
 
-    @property
+    @functools.cached_property
     def ends(self) -> torch.Tensor:
         """Ends of the sequences that are not empty, and of the spare tokens as one sequence more, int32 [Q' + 2]."""
-        if self._ends is None:
-            ends = np.concatenate([[0], np.cumsum(self.lengths), [self.num_tokens]])
-            self._ends = torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
-        return self._ends
+        ends = np.concatenate([[0], np.cumsum(self.lengths), [self.num_tokens]])
+        return torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
 
     def rows(self) -> Rows:
         """Return the index tables of all sequences in one table, in their order."""

@@ -40,12 +40,7 @@ class SummedLosses(nn.Module):
 
     @classmethod
     def example(cls, recipe: Any, num_samples: int) -> dict[str, torch.Tensor | None]:
-        """Make up a micro-batch of samples of the greatest length, to trace memory with; its content means nothing.
-
-        Args:
-            recipe: decides the shapes.
-            num_samples: of the micro-batch.
-        """
+        """Make up a micro-batch of samples of the greatest length, to trace memory with; its content means nothing."""
         raise NotImplementedError
 
     def kernel_candidates(

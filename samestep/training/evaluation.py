@@ -205,7 +205,7 @@ def score_pairs(margins: np.ndarray) -> dict[str, float]:
     """Compute the metrics of an evaluation of preferences, as `RunLog.add_evaluation` takes them.
 
     Args:
-        margins: of all pairs, floating [pairs] or [pairs, 1]; see `samestep.step.preferences`.
+        margins: of all pairs, floating [pairs] or [pairs, 1]; see `samestep.contrib.preferences`.
 
     Returns:
         `accuracy`, the share of the pairs whose chosen sequence is ranked above the rejected one; `margin`, the mean margin.

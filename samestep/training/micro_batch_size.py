@@ -6,21 +6,17 @@ results concern the hardware only: whatever they are, the step is the same.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
-from torch import nn
 
 from samestep.data.steps import MicroBatch
 from samestep.errors import RunError
-from samestep.step import accumulate, batch_norm
 from samestep.training import kernels
 from samestep.training.capacity import has_memory, preserved_model
 from samestep.training.launch import waits_in_forward
 from samestep.training.recovery import Recovery
 
 ForwardBackward = Callable[[MicroBatch, torch.Tensor], None]
-ComputeLoss = Callable[[MicroBatch, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
 
 
 def fit_micro_batch(recovery: Recovery, forward_backward: ForwardBackward) -> None:
@@ -136,37 +132,6 @@ def find_smallest(seconds: Mapping[int, float]) -> int:
     4
     """
     return min(size for size, value in seconds.items() if value <= kernels.GAIN * min(seconds.values()))
-
-
-def measure_batch_norm(recovery: Recovery, model: nn.Module, compute_loss: ComputeLoss) -> None:
-    """Write into the log at the start of training how much batch normalisation makes the step depend on its cut, if it does.
-
-    The measure is the relative error of the first step's gradient against the gradient of one large batch. Called by all
-    processes.
-
-    Args:
-        recovery: the run's.
-        model: as it was before `launch.prepare`.
-        compute_loss: takes a micro-batch's tensors, the step's counts and the model; returns the micro-batch's part of the
-            step's loss, and its summed losses.
-    """
-    log, accelerator = recovery.log, recovery.accelerator
-    recipe: Any = log.recipe  # of images
-    if recipe.normalization != "batch" or recipe.exact_batch_norm or log.first_step > 0:
-        return
-    data = recovery.steps[0]
-    counts = accumulate.total_counts(accelerator, data.counts).clamp(min=1)
-    accumulate.seed_noise(accelerator, recipe.seed, 0)
-    error = batch_norm.deviation(
-        model, data.micro_batches, lambda micro_batch: compute_loss(micro_batch, counts, model)[0]
-    )
-    log.add_event(
-        1,
-        "batch normalisation takes its statistics from each micro-batch, so that the step depends on how it is cut, unlike "
-        "with --exact_batch_norm or group normalisation",
-        micro_steps=len(data.micro_batches),
-        gradient_error=float(f"{error:.2g}"),
-    )
 
 
 def _describe_sample(recovery: Recovery) -> str:

@@ -133,7 +133,7 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
     fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model)
     optimizer = optim.from_recipe(model, recipe)
     names = checkpoint.name_parameters(model)
-    prepared = run.reduction.prepare(model, optimizer, names, start.state)
+    prepared = run.reduction.prepare(model, optimizer, start.state)
     trained = Trained(*prepared, fingerprints, getattr(train, "tokenizer", None))
     if start.checkpoint is not None:
         checkpoint.load(accelerator, start.checkpoint, start.state, *prepared, fingerprints)

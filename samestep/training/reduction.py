@@ -90,17 +90,12 @@ class Reduction:
         """
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: dict[str, nn.Parameter],
-        start: "State",
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, start: "State"
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Prepare model and optimizer, as `Accelerator.prepare` does.
 
         Args:
             model, optimizer: as they were made.
-            named_parameters: of the model without wrapping.
             start: the checkpoint's state.
         """
         return launch.prepare(self.accelerator, model, optimizer)
@@ -308,11 +303,7 @@ class ExactSums(Unrepeatable):
         self.bits_depend_on = values | {"machine": machine}
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: dict[str, nn.Parameter],
-        start: "State",
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, start: "State"
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = launch.prepare_unwrapped(self.accelerator, model, optimizer)
         self.exact_sum = ExactSum(model)

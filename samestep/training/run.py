@@ -26,7 +26,7 @@ from samestep.models.pretrained import find_config
 from samestep.models.summed_losses import SummedLosses
 from samestep.printing import fold
 from samestep.recipe import run_settings
-from samestep.step import batch_norm
+from samestep.step.batch_norm import StepStatistics
 from samestep.training import checkpoint, launch, micro_batch_size, publishing, ways
 from samestep.training.evaluation import evaluate
 from samestep.training.network import Network, make_network
@@ -183,14 +183,12 @@ class Run:
         """
         ways.add_reference(self, model_class)
 
-    def whole_step(self) -> batch_norm.WholeStep:
+    def whole_step(self) -> StepStatistics:
         """Make the object that computes batch normalisation of whole steps, for `RunStep.find_statistics`.
 
         It does nothing unless the recipe asks for that (exact_batch_norm).
         """
-        return batch_norm.WholeStep(
-            self.bare_model if self.recipe.exact_batch_norm else nn.Identity(), is_canonical=self.reduction.is_exact
-        )
+        return ways.make_statistics(self)
 
     def steps(self, train: Any) -> Iterator[RunStep]:
         """Iterate over the optimizer steps from the checkpoint's on, one for each, and again for each that failed.
@@ -208,8 +206,6 @@ class Run:
         check_terms(train, self.recipe.loss_weights)
         if not settings.rehearse and not self.reduction.is_exact:  # whose size decides the bits
             micro_batch_size.fit_micro_batch(recovery, self.network.forward_backward)
-        if getattr(self.recipe, "normalization", None) == "batch":
-            micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.network.compute_loss)
         self.say(describe_session(self, train))
         self.reduction.announce(self.log, self.completed_steps)
         for part in self.parts:

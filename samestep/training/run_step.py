@@ -7,7 +7,7 @@ import torch
 
 from samestep.data.steps import MicroBatch, StepData, to_device
 from samestep.errors import UsageError
-from samestep.step import batch_norm
+from samestep.step.batch_norm import StepStatistics
 from samestep.training.recovery import Attempt
 from samestep.training.step import Step
 
@@ -64,7 +64,7 @@ class RunStep(Step):
         self.run.network.noise.set_samples(samples, self.run.accelerator.device)
         return to_device(micro_batch, self.run.accelerator.device)
 
-    def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
+    def find_statistics(self, whole_step: StepStatistics) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
 
         Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.

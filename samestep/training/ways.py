@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from samestep.recipe.extras import is_there, load_way
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.step.batch_norm import StepStatistics
 from samestep.training.copies import Copies, Peers, Store
 from samestep.training.output_folder import OutputFolder
 from samestep.training.parts import Part
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from samestep.training.run import Run
 
 WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
+    (
+        "samestep.contrib.replication.reduction:ReplicatedExactSums",
+        lambda recipe, settings: settings.fault_tolerance == "step" and settings.reproducible is not None,
+    ),
     ("samestep.contrib.replication.reduction:Replicated", lambda recipe, settings: settings.fault_tolerance == "step"),
     (
         "samestep.contrib.communication.reductions:LocalSteps",
@@ -30,13 +35,14 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 ]
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
-ANSWERS = "samestep.contrib.generation:Answers"
+ANSWERS, DEVIATION = "samestep.contrib.generation:Answers", "samestep.contrib.whole_step:Deviation"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
+    (DEVIATION, lambda run: _depends_on_cut(run.recipe) and is_there(DEVIATION)),  # nor for that
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
@@ -45,6 +51,10 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     (PAGES, lambda run: run.settings.push_to_hub or is_there(PAGES)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
+
+
+def _depends_on_cut(recipe: Any) -> bool:
+    return getattr(recipe, "normalization", None) == "batch" and not recipe.exact_batch_norm
 
 
 def _follows_noise(recipe: Recipe) -> bool:
@@ -60,6 +70,16 @@ def make_parts(run: "Run", parts: list[Part]) -> None:
 
 def _load(place: str) -> Any:
     return load_way(place, "this run")
+
+
+def make_statistics(run: "Run") -> StepStatistics:
+    """Make what finds the statistics of batch normalisation in a run's steps."""
+    if not getattr(run.recipe, "exact_batch_norm", False):
+        return StepStatistics()
+    whole: StepStatistics = _load("samestep.contrib.whole_step:WholeStep")(
+        run.bare_model, is_canonical=run.reduction.is_exact
+    )
+    return whole
 
 
 def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
@@ -118,3 +138,8 @@ def choose_reduction(accelerator: Accelerator, recipe: Recipe, settings: RunSett
     place = next(way for way, is_wanted in WAYS if is_wanted(recipe, settings))
     reduction: Reduction = _load(place)(accelerator, recipe, settings)
     return reduction
+
+
+def make_small_model(recipe: Any, folder: Path) -> None:
+    """Make the small model of random weights that a rehearsal trains in place of the one that a recipe fine-tunes."""
+    _load("samestep.contrib.small_model:make")(recipe, folder)

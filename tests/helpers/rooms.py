@@ -14,8 +14,8 @@ OWN = {
         pretrained_shape proof_gpu timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest exact_trainer noise_scale
-        peer_copies reference replicas stragglers watch
+        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest exact_trainer
+        noise_scale peer_copies preferences reference replicas stragglers watch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
@@ -26,22 +26,21 @@ SHARED = {
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
-        accumulating advice batch_schedule benchmarks boundaries bounds checkpoint conversations docs
-        equivalence errors exact_steps exact_sum examples finetune_causal_lm finetune_classifier golden harness
-        internals interrupt launch main metrics modern muon no_code optim own_loops packaging plots preferences
-        pretrain_bert pretrain_gpt2 printed_commands quantization reading readme recovery reduction rehearsal
-        reliability reproducible restarts run_files saved_models sharding terminal train_images variants
-        watching
+        accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint
+        conversations docs equivalence errors evaluation exact_steps exact_sum examples finetune_causal_lm
+        finetune_classifier golden harness internals interrupt launch main metrics modern muon no_code optim
+        own_loops packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
+        recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding terminal
+        train_images variants watching
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
 HELPERS = {
     "stepplan": ["odd_inputs", "odd_runs"],
-    "samestep.contrib": ["run_accumulating", "run_own_trainer"],
+    "samestep.contrib": ["run_accumulating", "run_batch_norm", "run_own_trainer"],
 }
 """Room -> names of helpers that need it, where pytest looks for doctests."""
-MISSING = [room for room in OWN if find_spec(room) is None or find_spec(room).origin is None]
-"""Rooms that are not there. Where only the built-in data of contrib are, it has no file of its own."""
+MISSING = [room for room in OWN if find_spec(room) is None]
 
 PAGES = set() if "samestep.contrib" in MISSING else {"README.md", "loss.png"}
 """Files that a room leaves of a finished run."""

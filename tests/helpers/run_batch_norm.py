@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.contrib.whole_step import WholeStep, deviation
 from samestep.step import batch_norm
 
 LAYER_SIZES = {2: [[5, 2], [0, 7]], 3: [[4, 0, 3], [1, 5, 1]]}
@@ -110,7 +111,7 @@ def whole_step(kind: str, rank: int, size: int) -> dict:
     model = build(kind)
     batch_norm.synchronize(model)
     micro_batches, loss, collectives = cut(MICRO_BATCHES[size], rank), make_loss(model), []
-    whole, all_reduce = batch_norm.WholeStep(model), dist.all_reduce
+    whole, all_reduce = WholeStep(model), dist.all_reduce
     dist.all_reduce = lambda tensor, *rest, **kwargs: (collectives.append(0), all_reduce(tensor, *rest, **kwargs))[1]
     whole.prepare(micro_batches, loss)
     dist.all_reduce = all_reduce
@@ -124,7 +125,7 @@ def whole_step(kind: str, rank: int, size: int) -> dict:
     return {"gradient": gradient, "collectives": len(collectives), "passes": passes(whole), "state": model.state_dict()}
 
 
-def passes(whole: batch_norm.WholeStep) -> list[int]:
+def passes(whole: WholeStep) -> list[int]:
     return [whole.num_forward_passes, whole.num_adjoint_passes]
 
 
@@ -145,7 +146,7 @@ def canonical_step(kind: str, dtype: torch.dtype, rank: int, size: int) -> dict:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32 and kind == "residual"):
             return plain(cell)
 
-    whole, parameters = batch_norm.WholeStep(model, is_canonical=True), list(model.parameters())
+    whole, parameters = WholeStep(model, is_canonical=True), list(model.parameters())
     whole.prepare(cells, loss, numbers=numbers, num_cells=len(CELLS))
     dist.all_reduce = lambda *arguments, **kwargs: collectives.append(0)
     parts = {
@@ -164,7 +165,7 @@ def ddp_step(rank: int, size: int) -> dict:
     batch_norm.synchronize(model)
     parallel = DistributedDataParallel(model, broadcast_buffers=False)
     micro_batches, (images, labels) = cut({2: [[3, 2], [4]], 3: [[3, 2], [3], [1]]}[size], rank), samples()
-    whole = batch_norm.WholeStep(model)
+    whole = WholeStep(model)
     whole.prepare(micro_batches, make_loss(model))
     for place, micro_batch in enumerate(micro_batches):
         parallel.require_backward_grad_sync = place == len(micro_batches) - 1
@@ -178,9 +179,7 @@ def deviations(rank: int, size: int) -> dict:
     model = build("residual")
     batch_norm.synchronize(model)
     state, loss = copy.deepcopy(model.state_dict()), make_loss(model)
-    values = [
-        batch_norm.deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_MICRO_BATCHES, ONE_MICRO_BATCH)
-    ]
+    values = [deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_MICRO_BATCHES, ONE_MICRO_BATCH)]
     return {"deviations": values, "is_untouched": same_state(model, state)}
 
 
@@ -202,7 +201,7 @@ def failures(rank: int, size: int) -> dict:
     model = build("plain")
     batch_norm.synchronize(model)
     micro_batches, loss, errors = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
-    whole = batch_norm.WholeStep(model)
+    whole = WholeStep(model)
     for fails_with_gradient in (False, True):
 
         def failing(micro_batch, needs_gradient=fails_with_gradient):

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from common import fresh_accelerator
 from torch import nn
 
-from samestep.step.preferences import count_tokens, sequence_logps
+from samestep.step.log_probabilities import count_tokens, sequence_logps
 from samestep.training.launch import create_accelerator
 
 NUM_PAIRS, BATCH_SIZE = 23, 4

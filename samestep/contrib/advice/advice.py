@@ -229,13 +229,7 @@ def _describe_batch(
 
 
 def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Recipe, dict[str, Any]]:
-    """Change a recipe for another batch.
-
-    Args:
-        recipe: as it was trained.
-        batch: the new batch.
-        tokens: times as many tokens that it takes to the same loss.
-        folder: the run that was measured.
+    """Change a recipe for another batch, which takes `tokens` times as many tokens to the same loss.
 
     Returns:
         The recipe, and the fields that changed: [old, new].
@@ -308,12 +302,7 @@ def _write_command(recipe: Recipe, hardware: dict[str, Any]) -> str | None:
 
 
 def write(answer: dict[str, Any], file: str | None) -> Iterator[str]:
-    """Write an answer as lines of text.
-
-    Args:
-        answer: of `advise`.
-        file: where the changed recipe was written; None: nowhere.
-    """
+    """Write an answer of `advise` as lines of text; `file` is where the changed recipe was written, None: nowhere."""
     batch, unit = answer["global_batch_size"], answer["unit"]
     yield (
         f"{answer['run']}: {answer['recipe']}, {batch:,} samples per step, {answer['num_measurements']:,} of "

@@ -54,12 +54,7 @@ class FlatGradient:
 class PowerSgd(Exchange):
     """PowerSGD (Vogels et al. 2019, arXiv:1905.13727) with error feedback and a warm start.
 
-    Args:
-        accelerator: the run's.
-        communication: of kind power_sgd.
-        named_parameters: of the model without wrapping.
-        seed: of the first random matrices.
-        step: steps so far.
+    The seed is that of the first random matrices; `step` are the steps so far.
     """
 
     def __init__(
@@ -130,11 +125,6 @@ class TopK(Exchange):
     """The numbers of largest magnitude in each tensor of a worker's gradient and error; the rest is its next error.
 
     The workers' numbers are added up in the order of the workers, on every process.
-
-    Args:
-        accelerator: the run's.
-        communication: of kind top_k.
-        named_parameters: of the model without wrapping.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Exchange:
         return {}
 
     def set_state(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint: `read` reads a tensor of those that `get_state` has named."""
 
     def count_bytes(self) -> dict[str, int]:
         """Count the bytes that a worker sends in a step on average, and those of the exact step, for the log."""
@@ -82,7 +82,8 @@ class Exchange:
         Returns:
             The tensor of the worker on process 0; elsewhere the same as before.
         """
-        owner = find_owner(self.communication.num_workers, self.accelerator.num_processes, worker)
+        num_workers, num_processes = self.communication.num_workers, self.accelerator.num_processes
+        owner = next(p for p in range(num_processes) if worker in find_own_workers(num_workers, num_processes, p))
         if owner == 0 or self.accelerator.process_index not in (0, owner):
             return tensor
         moved = tensor.to(self.accelerator.device).contiguous()
@@ -104,15 +105,6 @@ def find_own_workers(num_workers: int | None, num_processes: int, process_index:
     sizes = shares(num_workers, num_processes)
     first = sum(sizes[:process_index])
     return list(range(first, first + sizes[process_index]))
-
-
-def find_owner(num_workers: int, num_processes: int, worker: int) -> int:
-    """Find the process that computes a worker.
-
-    >>> [find_owner(4, 3, worker) for worker in range(4)]
-    [0, 0, 1, 2]
-    """
-    return next(p for p in range(num_processes) if worker in find_own_workers(num_workers, num_processes, p))
 
 
 def lay_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -27,16 +27,8 @@ OUTER = "outer"
 class LocalWorkers(Exchange):
     """The workers of a recipe that this process computes.
 
-    The model and the optimizer hold those of `current`, and after an exchange those of the first of `own`.
-
-    Args:
-        accelerator: the run's.
-        communication: `is_local`.
-        named_parameters: of the model without wrapping; those that require gradients are trained.
-        optimizer: of torch, not wrapped; its states are swapped.
-
-    Attributes:
-        current: number of the worker whose parameters the model has.
+    The model and the optimizer (of torch, not wrapped) hold those of `current`, and after an exchange those of the first of
+    `own`.
     """
 
     def __init__(
@@ -103,7 +95,7 @@ class LocalWorkers(Exchange):
     def get_state(self) -> dict[str, torch.Tensor]:
         """Gather what a checkpoint lacks on process 0: the states of all workers but the first, and the outer momentum; {}
         elsewhere. Called by all processes after an exchange."""
-        own_states, tensors = {worker: self._get_inner_state(worker) for worker in self.own}, {}
+        own_states, tensors = self.held_states | {self.current: self.optimizer.state}, {}
         for worker in range(1, self.communication.num_workers):
             for name, parameter in self.named.items():
                 for key, like in sorted(own_states[self.own[0]].get(parameter, {}).items()):
@@ -116,16 +108,8 @@ class LocalWorkers(Exchange):
         is_first = self.accelerator.is_main_process
         return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if is_first else {}
 
-    def _get_inner_state(self, worker: int) -> Any:
-        return self.optimizer.state if worker == self.current else self.held_states[worker]
-
     def set_state(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Go on from a checkpoint, of which the model and the optimizer have been loaded already.
-
-        Args:
-            read: reads a tensor of the checkpoint that `get_state` named.
-            names: all names.
-        """
+        """Go on from a checkpoint, of which the model and the optimizer have been loaded already."""
         for start, parameter in zip(self.start, self.parameters, strict=True):
             start.copy_(parameter.detach())
         first_state = self.optimizer.state  # of worker 0, which stands for the shapes of all

@@ -18,7 +18,7 @@ from samestep.errors import UsageError
 from samestep.step import accumulate
 from samestep.step.exact_sum import add_exactly
 from samestep.training import launch
-from samestep.training.checkpoint import WORKERS, State
+from samestep.training.checkpoint import WORKERS, State, name_parameters
 from samestep.training.recovery import Attempt
 from samestep.training.reduction import Unrepeatable
 from samestep.training.report import RunLog
@@ -40,12 +40,9 @@ class Exchanging(Unrepeatable):
         self.own_parts = find_own_workers(self.num_parts, accelerator.num_processes, accelerator.process_index)
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: dict[str, nn.Parameter],
-        start: State,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, start: State
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        named_parameters = name_parameters(model)
         model, prepared = launch.prepare_unwrapped(self.accelerator, model, optimizer)
         self.exchange = self._make_exchange(named_parameters, optimizer, start.step)
         return model, prepared

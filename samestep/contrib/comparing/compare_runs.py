@@ -86,7 +86,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
         "runs": list(folders),
         "is_identical": first is None and steps[0] == steps[1] != set(),
         "settings": _compare_settings(a, b),
-        "events": [_read_events(folder) for folder in (a, b)],
+        "events": [[line for line in read_lines(folder / "metrics.jsonl") if "event" in line] for folder in (a, b)],
         "num_steps": kinds.count("step"),
         "num_evaluations": kinds.count("evaluation"),
         "num_digests": num_digests,
@@ -106,10 +106,6 @@ def _read_metrics(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
     kinds = {"loss": "step", "eval_loss": "evaluation"}
     lines = read_lines(folder / "metrics.jsonl")
     return {(line["step"], kinds[name]): line for line in lines for name in kinds if name in line}
-
-
-def _read_events(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / "metrics.jsonl") if "event" in line]
 
 
 def _find_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

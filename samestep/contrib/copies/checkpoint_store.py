@@ -33,7 +33,6 @@ LONGEST_WAIT = 30.0
 """Seconds between two tries."""
 TRIES = 3
 """Times that a file is brought which arrives with other bytes."""
-BLOCK = 2**23
 PERMANENT = (FileNotFoundError, PermissionError, ImportError, ValueError)
 """Errors that another try does not mend."""
 
@@ -164,16 +163,13 @@ class CheckpointStore(Store):
         target = f"{self.root}/{folder.name}"
         for path in lines:
             if path.exists():
-                self._insist(functools.partial(self._copy_lines, path))
+                self._insist(functools.partial(self._put, path.read_bytes(), f"{self.root}/{path.name}"))
         if self._read_manifest(folder.name) == manifest:
             return
         self._insist(lambda: self.files.makedirs(target, exist_ok=True))
         for name, entry in parse_json(manifest, f"{folder.name}/manifest.json")["files"].items():
             self._insist(functools.partial(self._copy_file, folder / name, f"{target}/{name}", entry["sha256"]))
         self._insist(lambda: self._put(manifest, f"{target}/manifest.json"))
-
-    def _copy_lines(self, path: Path) -> None:
-        self._put(path.read_bytes(), f"{self.root}/{path.name}")
 
     def _copy_file(self, path: Path, target: str, digest: str) -> None:
         self.files.put_file(str(path), target)
@@ -187,7 +183,7 @@ class CheckpointStore(Store):
 
     def _hash(self, target: str) -> str:
         with self.files.open(target, "rb") as file:
-            return _hash_blocks(file)
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     # -----------------------------------------------------------------------------------------------------------------
     # From the store
@@ -280,10 +276,3 @@ class CheckpointStore(Store):
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hash_blocks(file: Any) -> str:
-    result = hashlib.sha256()
-    while block := file.read(BLOCK):
-        result.update(block)
-    return result.hexdigest()

@@ -69,9 +69,8 @@ class NoiseMeter:
         """
         self.close()
         shares = counts.to(self.device) / totals.clamp(min=1)
-        shares = shares.sum(1) / (totals > 0).sum().clamp(
-            min=1
-        )  # [micro-batches]: means over the terms that have targets
+        # [micro-batches]: means over the terms that have targets
+        shares = shares.sum(1) / (totals > 0).sum().clamp(min=1)
         self.share_squares = shares.double().square().sum()
         self.squares = torch.zeros(len(self.places), dtype=torch.float64, device=self.device)
         self.num_left = dict.fromkeys(self.places, len(counts))  # micro-batches to come
@@ -162,9 +161,8 @@ class TermMeter:
         shares = counts.to(device).double() / totals.clamp(min=1)  # [micro-batches, terms]
         size = sum(parameter.numel() for parameter in self.parameters)
         self.gradients = torch.zeros(self.num_terms, size, dtype=self.dtype, device=device)
-        self.squares = torch.stack(
-            [torch.zeros_like(totals, dtype=torch.float64), shares.square().sum(0)]
-        )  # [2, terms]
+        # [2, terms]
+        self.squares = torch.stack([torch.zeros_like(totals, dtype=torch.float64), shares.square().sum(0)])
         for number, targets in enumerate(counts.tolist()):
             for term in (term for term, count in enumerate(targets) if count):
                 loss = compute_losses(number)[term]

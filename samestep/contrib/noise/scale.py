@@ -31,11 +31,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseScale(Part):
-    """Measures the noise of the steps whose data say so.
-
-    Attributes:
-        last: the last measurement.
-    """
+    """Measures the noise of the steps whose data say so; `last` is the last measurement."""
 
     def __init__(self, run: Run):
         self.run = run

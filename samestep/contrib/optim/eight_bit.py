@@ -16,11 +16,7 @@ SMALLEST = 4096
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Implements AdamW with moments in 8 bits.
-
-    Args:
-        params: parameters or groups of them, float32.
-        lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+    """Implements AdamW with moments in 8 bits, for parameters of float32; its arguments are those of torch.optim.AdamW.
 
     Raises:
         UsageError: bitsandbytes is not installed.

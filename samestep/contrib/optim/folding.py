@@ -69,7 +69,7 @@ class Accumulating(torch.optim.Optimizer):
         self.num_micro_batches: int | None = None
         self._clip: float | Tensor = 1.0  # factor of the last step's gradient
         self._expected = 1.0  # factor of this step's gradient, until its norm is known
-        self.process_group: dist.ProcessGroup | None = None
+        self.num_processes = 1  # N
         self._buckets: list[Bucket] = []
         self._bucket_by_parameter: dict[nn.Parameter, Bucket] = {}
         self._signs: Signs = {}
@@ -107,24 +107,17 @@ class Accumulating(torch.optim.Optimizer):
     def _initial_state(self, moments: list[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.moments, moments, strict=True)) | {"clip": torch.ones(())}
 
-    def distribute(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-        """Train `model` on the processes of a group (None: all), in place of DistributedDataParallel: its parameters and
-        buffers become process 0's, gradients are averaged.
+    def distribute(self, model: nn.Module) -> None:
+        """Train `model` on all processes, in place of DistributedDataParallel: its parameters and buffers become process 0's,
+        gradients are averaged.
 
         A parameter without gradient on a process has a gradient of zero there. Called by all processes; the model must not be
         wrapped in DistributedDataParallel.
         """
-        group = process_group or dist.group.WORLD
-        first = dist.get_global_rank(group, 0)
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), first, group=group)
-        self.process_group = group
+            dist.broadcast(tensor.detach(), 0)
+        self.num_processes = dist.get_world_size()
         self.allocate()
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes, N."""
-        return 1 if self.process_group is None else self.process_group.size()
 
     # --- A micro-batch: gradients are folded
 
@@ -186,7 +179,7 @@ class Accumulating(torch.optim.Optimizer):
         else:
             decay = _micro_decay(self.coefficients, beta, self.gradient_accumulation_steps)
             share = self.gradient_accumulation_steps * (1 - decay) / (1 - beta)
-        carries = self.process_group is None or self.process_group.rank() == 0
+        carries = self.num_processes == 1 or dist.get_rank() == 0
         return (decay if carries or number > 1 else 0.0), share
 
     def _decay(self, beta: float) -> float:
@@ -206,7 +199,7 @@ class Accumulating(torch.optim.Optimizer):
             self._launch(bucket)
 
     def _launch(self, bucket: "Bucket") -> None:
-        bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
         self._num_launched += 1
 
     def complete(self) -> None:

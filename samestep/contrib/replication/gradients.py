@@ -50,14 +50,11 @@ class GradientBuffer:
             for parameter, row in zip(self.parameters, self.flat.split(sizes), strict=True)
         ]
         # Number of the bucket of each parameter, and the buckets
-        numbers = (np.cumsum(sizes) * first.element_size() // bucket_bytes).tolist()
-        places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
-        self.bucket = {parameter: places[number] for parameter, number in zip(self.parameters, numbers, strict=True)}
-        self.num_parameters = [list(self.bucket.values()).count(place) for place in range(len(places))]
-        bucket_sizes = [0] * len(places)
-        for parameter, size in zip(self.parameters, sizes, strict=True):
-            bucket_sizes[self.bucket[parameter]] += size
-        self.buckets = self.flat.split(bucket_sizes)
+        numbers = np.cumsum(sizes) * first.element_size() // bucket_bytes
+        _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+        self.bucket = dict(zip(self.parameters, places.tolist(), strict=True))
+        self.num_parameters = counts.tolist()
+        self.buckets = self.flat.split(np.bincount(places, sizes).astype(int).tolist())
         self.is_active, self.works = False, []
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in self.parameters]
 

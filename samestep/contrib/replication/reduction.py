@@ -1,15 +1,12 @@
 """Launches that are replicas of one run (--fault_tolerance step): any of them may die, hang, leave or join."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
 
 from samestep.contrib.replication.replicas import Replicas
 from samestep.contrib.replication.shared_folder import SharedFolder
-from samestep.data.steps import MicroBatch, StepData
+from samestep.data.steps import StepData
 from samestep.step import accumulate
 from samestep.training.checkpoint import State
 from samestep.training.output_folder import OutputFolder
@@ -20,45 +17,20 @@ from samestep.training.run_step import RunStep
 
 
 class Replicated(Reduction):
-    """Replicas add gradients up and commit a step together; within a replica it goes on as `inner` says."""
+    """Replicas add gradients up and commit a step together; within a replica it goes on as usual."""
 
     replicas: Replicas
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        is_exact = self.settings.reproducible is not None
-        self.exact = ExactSums(*arguments) if is_exact else None
-        self.inner = self.exact or Reduction(*arguments)
-        self.is_exact = is_exact
 
     def join(self, folder: OutputFolder) -> None:
         assert isinstance(folder, SharedFolder)
         self.replicas = Replicas(self.accelerator, self.settings, folder)
 
-    def check_checkpoint(self, folder: Path | None, start: State, say: Callable[[str], None]) -> None:
-        self.inner.check_checkpoint(folder, start, say)
-
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: dict[str, nn.Parameter],
-        start: State,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model, optimizer = self.inner.prepare(model, optimizer, named_parameters, start)
-        self.exact_sum = self.inner.exact_sum
-        return model, optimizer
-
     def attach(self, recovery: Recovery, start: State, data_fingerprints: dict[str, str]) -> None:
         super().attach(recovery, start, data_fingerprints)
-        self.inner.attach(recovery, start, data_fingerprints)
         self.replicas.attach(recovery, self.exact_sum, start, data_fingerprints)
 
     def describe_cut(self, layout: Any) -> str:
         return f"a replica of those at {self.settings.lighthouse}"
-
-    def describe_bits(self) -> str:
-        return self.inner.describe_bits()
 
     def meet(self, data: StepData) -> tuple[StepData, torch.Tensor | None]:
         try:
@@ -71,22 +43,8 @@ class Replicated(Reduction):
         if self.exact_sum is not None:  # `meet` has counted
             self.exact_sum.begin(attempt.data.num_micro_batches)
 
-    @property
-    def loss_scale(self) -> int:
-        return self.inner.loss_scale
-
-    @property
-    def num_averaged(self) -> int:
-        return self.inner.num_averaged
-
     def seed_noise(self, step: RunStep) -> None:
         accumulate.seed_noise(self.accelerator, self.recipe.seed, step.index, process_index=self.replicas.place.rank)
-
-    def micro_batches(self, step: RunStep) -> Iterator[MicroBatch]:
-        return self.inner.micro_batches(step)
-
-    def check_scale(self, step: RunStep) -> None:
-        self.inner.check_scale(step)
 
     def finish(self, attempt: Attempt) -> None:
         """Make the gradient whole, and commit the step, together with the replicas."""
@@ -96,8 +54,8 @@ class Replicated(Reduction):
             attempt.data, attempt.sums, has_failed=False, is_asked_to_stop=recovery.should_stop
         )
         attempt.is_agreed = True
-        if failure == "memory" and self.exact is not None:
-            raise self.exact.cannot_repeat("a replica", attempt)
+        if failure == "memory":
+            self.check_repeatable("a replica", attempt)
         if failure is not None:
             attempt.failure = failure
             recovery.should_stop = recovery.should_save = False
@@ -107,15 +65,11 @@ class Replicated(Reduction):
 
     def abandon(self, attempt: Attempt, error: BaseException) -> None:
         attempt.failure = self.replicas.reduce(attempt.data, [], has_failed=True, is_asked_to_stop=False)
-        if self.exact is not None:
-            raise self.exact.cannot_repeat("this process", attempt) from error
+        self.check_repeatable("this process", attempt, error)
         attempt.failure = "memory"  # here, even if a replica was lost on top of it
 
-    def abandon_forward(self, attempt: Attempt, error: BaseException) -> NoReturn:
-        self.inner.abandon_forward(attempt, error)
-
-    def explain(self, error: BaseException) -> Any:
-        return self.inner.explain(error)
+    def check_repeatable(self, process: str, attempt: Attempt, error: BaseException | None = None) -> None:
+        """Raise RunError where a step cannot be done again in smaller micro-batches, once memory has run out."""
 
     def list_parts(self, data: StepData) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]] | None:
         return self.replicas.roll_call.list_parts(data)
@@ -123,9 +77,6 @@ class Replicated(Reduction):
     @property
     def saves(self) -> bool:
         return self.replicas.is_first
-
-    def describe_state(self) -> dict[str, Any] | None:
-        return self.inner.describe_state()
 
     def ends_the_run(self, run: Run) -> bool:
         """Tell whether this replica ends the run; if not, wait until another one has done that, or leave it to the others."""
@@ -138,5 +89,12 @@ class Replicated(Reduction):
         return self.replicas.take_charge()
 
     def close(self) -> None:
-        self.inner.close()
+        super().close()
         self.replicas.close()
+
+
+class ReplicatedExactSums(Replicated, ExactSums):
+    """Replicas add gradients up exactly (--reproducible)."""
+
+    def check_repeatable(self, process: str, attempt: Attempt, error: BaseException | None = None) -> None:
+        raise self.cannot_repeat(process, attempt) from error

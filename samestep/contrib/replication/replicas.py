@@ -40,12 +40,7 @@ LARGEST = 2**62  # stands for no cap
 
 
 class Notices:
-    """Says what has happened to the replicas, each thing once.
-
-    Args:
-        log: gets an event for each change.
-        processes: of this replica, of which one prints.
-    """
+    """Says what has happened to the replicas, each thing once: changes by events of the log, waiting by a line."""
 
     def __init__(self, log: RunLog, processes: Processes):
         self.log, self.processes = log, processes
@@ -99,12 +94,7 @@ class Replicas:
     ) -> None:
         """Take what the replicas share: the model and all that a checkpoint holds, and the cut.
 
-        Args:
-            recovery: has model and optimizer, cuts the steps, saves; the evaluations and lines of its log go to replicas that
-                are behind.
-            exact_sum: adds the gradients up; None: they are added up in a buffer.
-            start: the checkpoint's state.
-            fingerprints: of the data.
+        Without an `exact_sum`, gradients are added up in a buffer.
         """
         self.steps, log = recovery.steps, recovery.log
         self.notices = Notices(log, self.processes)

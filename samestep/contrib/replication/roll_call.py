@@ -9,12 +9,7 @@ from samestep.errors import RunError
 
 
 class RollCall:
-    """The counts and samples of the present step, of all replicas.
-
-    Args:
-        connection: to the other replicas.
-        steps: cuts the steps.
-    """
+    """The counts and samples of the present step, of all replicas."""
 
     def __init__(self, connection: Connection, steps: Steps):
         self.connection, self.steps = connection, steps

@@ -136,10 +136,7 @@ class SharedFolder(OutputFolder):
 
     def _share(self, name: str) -> bool:
         """Take a lock with others; False: one of them holds it alone, for longer than a moment."""
-        file, deadline = self._open(name), time.monotonic() + SECONDS_TO_SHARE
-        while not (has_lock := _try_lock(file, fcntl.LOCK_SH)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return has_lock
+        return _wait_for_lock(self._open(name), fcntl.LOCK_SH, SECONDS_TO_SHARE)
 
     def read_session(self) -> dict[str, Any]:
         """Read the state of the run: {} before its first step, then whether it `is_done`.
@@ -196,9 +193,8 @@ class SharedFolder(OutputFolder):
     @contextlib.contextmanager
     def _writing(self) -> Iterator[bool]:
         """Hold the lock for writing; False: another replica holds it, perhaps one that was stopped."""
-        file, deadline = self._open(".session"), time.monotonic() + SECONDS_TO_WRITE
-        while not (has_lock := _try_lock(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        file = self._open(".session")
+        has_lock = _wait_for_lock(file, fcntl.LOCK_EX, SECONDS_TO_WRITE)
         try:
             yield has_lock
         finally:
@@ -296,6 +292,13 @@ class SharedFolder(OutputFolder):
             os.close(descriptor)
         self.read_files[name] = LineFile(path, end + len(text), number + len(self.lines[name]))
         self._forget(name, list(self.lines[name]))
+
+
+def _wait_for_lock(file: TextIO, kind: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (has_lock := _try_lock(file, kind)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return has_lock
 
 
 def _try_lock(file: TextIO, kind: int) -> bool:

@@ -16,14 +16,9 @@ from samestep.training.recovery import Recovery
 
 
 class SharedState:
-    """The state that a replica gets from another one, when it is behind.
+    """The state that a replica gets from another one, when it is behind: also evaluations of the log, and lines of the folder.
 
-    Args:
-        recovery: has the model, the optimizer, and the log, whose evaluations go to replicas that are behind.
-        folder: the output folder, whose lines go there, too.
-        exact_sum: adds the gradients up; None: they are added up in a buffer.
-        identity: all that decides what is trained.
-        lighthouse: where the replicas meet, for messages.
+    What is trained is decided by `identity`; messages name the `lighthouse`, where the replicas meet.
     """
 
     def __init__(

@@ -341,13 +341,7 @@ class _Bytes(io.RawIOBase):
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """Serves the page of runs, to browsers of this machine.
-
-    Args:
-        runs: what it shows.
-        port: 0 takes any that is free.
-        limits: of each client.
-    """
+    """Serves the page of runs, to browsers of this machine."""
 
     daemon_threads = True  # Ctrl+C waits for none of them
     request_queue_size = 128

@@ -82,12 +82,7 @@ def make(recipe: CausalLmFineTuning, folder: Path) -> None:
 
 
 def shrink(config: PreTrainedConfig, vocab_size: int | None = None) -> PreTrainedConfig:
-    """Return the configuration of a small model of the same kind.
-
-    Args:
-        config: of transformers.
-        vocab_size: of the small model; None: that of `config`.
-    """
+    """Return the configuration of a small model of the same kind, with another vocab_size, if one is given."""
     values = config.to_dict()
     for name in ("quantization_config", "architectures", "_name_or_path", "transformers_version"):
         values.pop(name, None)

@@ -16,8 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
+
+from samestep.errors import UsageError
+from samestep.recipe.scaling import Hyperparameters
+from samestep.step.optim import group_parameters
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of a step X -> a X + (b A + c A^2) X, A = X X^T (Jordan et al. 2024), which take singular values to 0.7 to 1.2."""
@@ -158,6 +163,45 @@ class Round(NamedTuple):
     matrices: list[tuple[dict[str, Any], torch.Tensor]]
     updates: list[torch.Tensor]
     works: list[dist.Work]
+
+
+def muon(
+    model: nn.Module,
+    hyperparameters: Hyperparameters,
+    weight_decay: float,
+    matrix_learning_rate: float,
+    matrix_momentum: float,
+    matrix_weight_decay: float,
+) -> Muon:
+    """Make Muon of the matrices in a model's layers, and AdamW of its other parameters.
+
+    Args:
+        model: its layers are the modules of the classes in `_no_split_modules`; embeddings in them are no such matrices.
+        hyperparameters, weight_decay: of AdamW.
+        matrix_learning_rate, matrix_momentum, matrix_weight_decay: of Muon.
+
+    Raises:
+        UsageError: the layers have no matrices.
+    """
+    ids = {id(parameter) for parameter in find_matrices(model)}
+    if not ids:
+        raise UsageError(
+            f"optimizer is muon, but {type(model).__name__} has no layers with matrices: set optimizer to adamw"
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = {"params": [p for p in trained if id(p) in ids], "weight_decay": matrix_weight_decay}
+    hidden |= {"momentum": matrix_momentum, "lr_scale": matrix_learning_rate / hyperparameters.learning_rate}
+    others = group_parameters(nn.ParameterList(p for p in trained if id(p) not in ids), weight_decay)
+    betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
+    return Muon([hidden, *others], hyperparameters.learning_rate, betas, hyperparameters.adam_epsilon)
+
+
+def find_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Find the matrices that need gradients in a model's layers, without those of embeddings."""
+    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    modules = (module for layer in layers for module in layer.modules() if not isinstance(module, nn.Embedding))
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return [parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad]
 
 
 def _apply(updates: Round) -> None:

@@ -1,4 +1,4 @@
-"""Make optimizers: torch's fused ones, Muon, and others (`OTHERS`). Only matrices and filters decay, not biases and
+"""Make optimizers: torch's fused ones, and others (`OTHERS`). Only matrices and filters decay, not biases and
 normalisation weights.
 
 Parameter groups carry `lr_scale`, a factor of the schedule's learning rate: 1 except with layer-wise decay.
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.errors import UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import Hyperparameters
 from samestep.recipe.tasks.text_classification import TextClassification
-from samestep.step.optim.muon import Muon
 
 OTHERS = {
     "Accumulating": "samestep.contrib.optim.folding",
     "AccumulatingAdamW": "samestep.contrib.optim.accumulating",
     "AccumulatingSGD": "samestep.contrib.optim.accumulating",
     "AdamW8bit": "samestep.contrib.optim.eight_bit",
+    "Muon": "samestep.contrib.optim.muon",
+    "muon": "samestep.contrib.optim.muon",
 }
 """Optimizers that are not the usual way, and their modules, which are imported when one is asked for."""
-__all__ = [*OTHERS, "Muon", "adamw", "depths", "from_recipe", "muon", "sgd"]
+__all__ = [*OTHERS, "adamw", "depths", "from_recipe", "group_parameters", "sgd"]
 
 
 def import_other(name: str) -> Any:
@@ -40,16 +40,13 @@ __getattr__ = import_other
 def adamw(
     model: nn.Module, hyperparameters: Hyperparameters, weight_decay: float, layerwise_lr_decay: float = 1.0
 ) -> torch.optim.AdamW:
-    """Make a fused AdamW (Loshchilov and Hutter 2019, 1711.05101).
+    """Make a fused AdamW (Loshchilov and Hutter 2019, 1711.05101) of a model's parameters that require gradients.
 
-    Args:
-        model: its parameters that require gradients are trained.
-        hyperparameters: learning rate, betas, eps.
-        weight_decay: of matrices.
-        layerwise_lr_decay: learning rate of a layer divided by the learning rate of the layer above it (see `depths`).
+    Weights decay where they are matrices; layerwise_lr_decay is the learning rate of a layer over that of the layer above it
+    (see `depths`).
     """
     betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
-    groups = _groups(model, weight_decay, layerwise_lr_decay)
+    groups = group_parameters(model, weight_decay, layerwise_lr_decay)
     return torch.optim.AdamW(
         groups, lr=hyperparameters.learning_rate, betas=betas, eps=hyperparameters.adam_epsilon, fused=True
     )
@@ -57,46 +54,7 @@ def adamw(
 
 def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: float) -> torch.optim.SGD:
     """Make a fused SGD with momentum, as torch does: v = momentum * v + g + weight_decay * p, p = p - learning_rate * v."""
-    return torch.optim.SGD(_groups(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
-
-
-def muon(
-    model: nn.Module,
-    hyperparameters: Hyperparameters,
-    weight_decay: float,
-    matrix_learning_rate: float,
-    matrix_momentum: float,
-    matrix_weight_decay: float,
-) -> Muon:
-    """Make Muon of the matrices in a model's layers, and AdamW of its other parameters.
-
-    Args:
-        model: its layers are the modules of the classes in `_no_split_modules`; embeddings in them are no such matrices.
-        hyperparameters, weight_decay: of AdamW.
-        matrix_learning_rate, matrix_momentum, matrix_weight_decay: of Muon.
-
-    Raises:
-        UsageError: the layers have no matrices.
-    """
-    ids = {id(parameter) for parameter in find_matrices(model)}
-    if not ids:
-        raise UsageError(
-            f"optimizer is muon, but {type(model).__name__} has no layers with matrices: set optimizer to adamw"
-        )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hidden = {"params": [p for p in trained if id(p) in ids], "weight_decay": matrix_weight_decay}
-    hidden |= {"momentum": matrix_momentum, "lr_scale": matrix_learning_rate / hyperparameters.learning_rate}
-    others = _groups(nn.ParameterList(p for p in trained if id(p) not in ids), weight_decay)
-    betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
-    return Muon([hidden, *others], hyperparameters.learning_rate, betas, hyperparameters.adam_epsilon)
-
-
-def find_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Find the matrices that need gradients in a model's layers, without those of embeddings."""
-    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-    modules = (module for layer in layers for module in layer.modules() if not isinstance(module, nn.Embedding))
-    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
-    return [parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad]
+    return torch.optim.SGD(group_parameters(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
 
 
 def from_recipe(model: nn.Module, recipe: Any) -> torch.optim.Optimizer:
@@ -106,16 +64,18 @@ def from_recipe(model: nn.Module, recipe: Any) -> torch.optim.Optimizer:
     accumulates = recipe.accumulation == "optimizer"
     if recipe.optimizer_name == "sgd":
         if accumulates:
-            return import_other("AccumulatingSGD")(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
+            return import_other("AccumulatingSGD")(
+                group_parameters(model, decay), scaled.learning_rate, recipe.sgd_momentum
+            )
         return sgd(model, scaled.learning_rate, recipe.sgd_momentum, decay)
     if recipe.optimizer_name == "muon":
         rate = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
-        return muon(model, scaled, decay, rate, recipe.muon_momentum, recipe.muon_weight_decay)
+        return import_other("muon")(model, scaled, decay, rate, recipe.muon_momentum, recipe.muon_weight_decay)
     if recipe.optimizer_name == "adamw_8bit":
-        groups, betas = _groups(model, decay), (scaled.adam_beta1, scaled.adam_beta2)
+        groups, betas = group_parameters(model, decay), (scaled.adam_beta1, scaled.adam_beta2)
         return import_other("AdamW8bit")(groups, scaled.learning_rate, betas, scaled.adam_epsilon, decay)
     if accumulates:
-        groups, betas = _groups(model, decay, layerwise), (scaled.adam_beta1, scaled.adam_beta2)
+        groups, betas = group_parameters(model, decay, layerwise), (scaled.adam_beta1, scaled.adam_beta2)
         return import_other("AccumulatingAdamW")(
             groups, scaled.learning_rate, betas, scaled.adam_epsilon, second_moment=recipe.second_moment
         )
@@ -147,7 +107,7 @@ def depths(model: nn.Module) -> dict[str, int]:
     return {name: 0 if place is None else num_layers + 1 - place for name, place in places.items()}
 
 
-def _groups(model: nn.Module, weight_decay: float, layerwise_lr_decay: float = 1.0) -> list[dict[str, Any]]:
+def group_parameters(model: nn.Module, weight_decay: float, layerwise_lr_decay: float = 1.0) -> list[dict[str, Any]]:
     """Group parameters that decay and the others, from the head down."""
     groups, depth_by_name = [], depths(model)
     for depth in sorted(set(depth_by_name.values())) if layerwise_lr_decay < 1 else [None]:
