@@ -70,7 +70,7 @@ def watch(file: Path, argv: list[str]) -> None:
             file.write_text(json.dumps(ends), encoding="utf-8")
 
     launch.create_accelerator, Steps.stream, report.RunLog.step = created, streamed, stepped
-    for name in ("evaluate", "outputs", "judge"):
+    for name in ("evaluate", "evaluate_logits", "judge"):
         setattr(evaluation, name, timed(getattr(evaluation, name)))
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
