@@ -259,10 +259,12 @@ class Manager:
     """A replica's connection to a `Meeting`: those of the methods of torchft's manager that replicas use."""
 
     def __init__(self, meeting: Meeting, rank: int, step: int):
-        self.meeting, self.rank, self.step, self.error = meeting, rank, step, None
+        self.meeting, self.rank, self.step, self.error, self.num_quorums = meeting, rank, step, None, 0
 
     def start_quorum(self) -> None:
         """Give those that are behind the state of the first that is not, as it comes over the network."""
+        self.num_quorums += 1
+        assert self.num_quorums < 10, "replicas do not come to a step"
         self.error, state, sent = None, self.replica.state, io.BytesIO()
         steps = self.meeting.share(self.rank, self.step)
         torch.save(state.get(), sent)
@@ -336,10 +338,17 @@ def attempt(replica: Replicas, **more: bool) -> SimpleNamespace:
 
 def attempt_together(*replicas: Replicas, **more: tuple[bool, ...]) -> list[SimpleNamespace]:
     """Let replicas attempt a step, each in a thread; `more` are arguments of `attempt`, a value for each."""
+    meeting = replicas[0].connection.manager.meeting
+
+    def attempt_or_leave(rank: int) -> SimpleNamespace:
+        try:
+            return attempt(replicas[rank], **{name: values[rank] for name, values in more.items()})
+        except BaseException:
+            meeting.barrier.abort()  # nobody waits for it
+            raise
+
     with concurrent.futures.ThreadPoolExecutor(len(replicas)) as pool:
-        given = ({name: values[rank] for name, values in more.items()} for rank in range(len(replicas)))
-        futures = [pool.submit(attempt, replica, **values) for replica, values in zip(replicas, given, strict=True)]
-        return [future.result() for future in futures]
+        return list(pool.map(attempt_or_leave, range(len(replicas))))
 
 
 @pytest.fixture
