@@ -338,17 +338,20 @@ def attempt(replica: Replicas, **more: bool) -> SimpleNamespace:
 
 def attempt_together(*replicas: Replicas, **more: tuple[bool, ...]) -> list[SimpleNamespace]:
     """Let replicas attempt a step, each in a thread; `more` are arguments of `attempt`, a value for each."""
-    meeting = replicas[0].connection.manager.meeting
+    meeting, errors = replicas[0].connection.manager.meeting, []
 
-    def attempt_or_leave(rank: int) -> SimpleNamespace:
+    def attempt_or_leave(rank: int) -> SimpleNamespace | None:
         try:
             return attempt(replicas[rank], **{name: values[rank] for name, values in more.items()})
-        except BaseException:
-            meeting.barrier.abort()  # nobody waits for it
-            raise
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()  # so that nobody waits for it
 
     with concurrent.futures.ThreadPoolExecutor(len(replicas)) as pool:
-        return list(pool.map(attempt_or_leave, range(len(replicas))))
+        ended = list(pool.map(attempt_or_leave, range(len(replicas))))
+    for first in errors:  # later ones follow from it
+        raise first
+    return ended
 
 
 @pytest.fixture
