@@ -139,15 +139,12 @@ def steps_per_epoch(num_samples: int, global_batch_size: int, epoch_end: str) ->
         epoch_end: carry, keep or drop, as in `order.Order`.
 
     Raises:
-        UsageError: numbers below 1, an unknown `epoch_end`, or `drop` with a batch that no epoch fills.
+        UsageError: numbers that are not whole or below 1, an unknown `epoch_end`, or `drop` with a batch that no epoch fills.
 
     >>> [float(steps_per_epoch(50_030, 3072, end)) for end in ("keep", "drop")]
     [17.0, 16.0]
     """
-    if num_samples < 1 or global_batch_size < 1:
-        raise UsageError(
-            f"num_samples is {num_samples} and global_batch_size is {global_batch_size}: both must be 1 or more"
-        )
+    check_sizes(num_samples=num_samples, global_batch_size=global_batch_size)
     if epoch_end not in ("carry", "keep", "drop"):
         raise UsageError(f"epoch_end is {epoch_end!r}, must be carry, keep or drop")
     if epoch_end == "drop" and global_batch_size > num_samples:
