@@ -15,16 +15,17 @@ global batch 512 = 8 processes x 64 samples, in 4 micro-batches of at most 16
 `python -m recipes` is the command `samestep`; the engine is the package `samestep`.
 """
 
-from samestep.cut.layout import Layout, solve_layout
+from samestep.cut.layout import Layout, check_sizes, solve_layout
 from samestep.recipe.scaling import Hyperparameters, scale
 
 
 def effective_batch(
     per_device_train_batch_size: int, gradient_accumulation_steps: int = 1, num_processes: int = 1
 ) -> int:
-    """Compute the samples of one optimizer step, B = N b k. Raises UsageError for a number below 1."""
-    sizes = {"gradient_accumulation_steps": gradient_accumulation_steps, "num_processes": num_processes}
-    return solve_layout(per_device_train_batch_size=per_device_train_batch_size, **sizes).global_batch_size
+    """Compute the samples of one optimizer step, B = N b k. Raises UsageError for what is no whole number or below 1."""
+    b, k, n = per_device_train_batch_size, gradient_accumulation_steps, num_processes
+    check_sizes(per_device_train_batch_size=b, gradient_accumulation_steps=k, num_processes=n)
+    return n * b * k
 
 
 def layout(global_batch_size: int, num_processes: int = 1, per_device_train_batch_size: int | None = None) -> Layout:
@@ -36,10 +37,13 @@ def layout(global_batch_size: int, num_processes: int = 1, per_device_train_batc
         per_device_train_batch_size: b, the most samples that fit into one forward; None: each process's whole share.
 
     Raises:
-        UsageError: a number below 1.
+        UsageError: a number that is not whole, or below 1.
 
     >>> layout(10, 3).shares, tails(layout(10, 3, 3))
     ((4, 3, 3), (1, 3, 3))
+    >>> layout(2.5)
+    Traceback (most recent call last):
+    samestep.errors.UsageError: global_batch_size is 2.5, must be a whole number, 1 or more
     """
     return solve_layout(
         num_processes=num_processes,

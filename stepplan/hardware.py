@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from samestep.cut.layout import MAX_PROCESSES
 from samestep.errors import UsageError
 from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.settings import LARGEST, LINE, NOT_NEGATIVE, build, choice, coerce, limit, setting
@@ -17,7 +18,7 @@ DISTRIBUTED_TYPES = """
     MULTI_CPU MULTI_GPU MULTI_HPU MULTI_MLU MULTI_MUSA MULTI_NEURON MULTI_NPU MULTI_SDAA MULTI_XPU XLA
 """.split()
 PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
-MAX_DEVICES = 2**17
+MAX_DEVICES = MAX_PROCESSES
 """Largest number of devices of a plan; more than any machine has."""
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import threading
@@ -20,11 +21,12 @@ FLAGS = "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit
 
 
 class Flaky(MemoryFileSystem):
-    """A store in memory whose requests fail, and which cuts a file off now and then."""
+    """A store in memory whose requests fail, which cuts files off, and which goes in the middle of writes or removals."""
 
     protocol = "flaky"
     store, pseudo_dirs = {}, [""]  # of its own
     rng, failures, cuts, writes, most_writes = random.Random(0), 0.0, 0.0, [], None
+    cut_reads, removals, most_removals = 0, 0, None
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -54,6 +56,15 @@ class Flaky(MemoryFileSystem):
     def get_file(self, path, target, **keywords):
         self._request()
         super().get_file(path, target, **keywords)
+        if self.cut_reads:
+            Flaky.cut_reads -= 1
+            os.truncate(target, os.path.getsize(target) - 1)
+
+    def rm_file(self, path):
+        if self.removals == self.most_removals:
+            raise OSError("503 Slow Down")
+        Flaky.removals += 1
+        super().rm_file(path)
 
     def open(self, path, mode="rb", **keywords):
         self._request()
@@ -71,6 +82,7 @@ fsspec.register_implementation("flaky", Flaky, clobber=True)
 def store_is_new(monkeypatch):
     Flaky.store.clear()
     Flaky.rng, Flaky.failures, Flaky.cuts, Flaky.writes, Flaky.most_writes = random.Random(0), 0.0, 0.0, [], None
+    Flaky.cut_reads, Flaky.removals, Flaky.most_removals = 0, 0, None
     monkeypatch.setattr(checkpoint_store, "LONGEST_WAIT", 0.001)
 
 
@@ -140,6 +152,40 @@ def test_a_copy_with_other_bytes_is_made_again(folder):
     store.copy(folder(2))
     assert Flaky.writes.count("/bucket/run/checkpoint-2/a.safetensors") == 3
     assert names() == ["checkpoint-2"]
+
+
+def test_a_copy_that_is_half_deleted_is_no_checkpoint(folder):
+    store = CheckpointStore("flaky://bucket/run", patience=0.01)
+    for step in (2, 4):
+        store.copy(folder(step))
+    store.delete(["checkpoint-2"])
+    Flaky.most_removals = 1
+    store.delete_doomed()
+    assert "/bucket/run/checkpoint-2/state.json" in Flaky.store, "the connection went before it"
+    assert names() == ["checkpoint-4"]
+
+
+def test_a_file_that_arrives_with_other_bytes_is_brought_again(folder, tmp_path):
+    store, original = CheckpointStore("flaky://bucket/run"), folder(2)
+    store.copy(original)
+    Flaky.cut_reads = 2
+    store.bring("checkpoint-2", tmp_path / "brought")
+    for path in original.iterdir():
+        assert (tmp_path / "brought" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["../other", "sub/other", "/other", "."])
+def test_a_store_names_no_file_outside_the_checkpoint(folder, tmp_path, name):
+    """Whoever can write to it could have any file of this machine replaced."""
+    store = CheckpointStore("flaky://bucket/run")
+    store.copy(folder(2))
+    store.files.pipe_file(
+        "/bucket/run/checkpoint-2/manifest.json", json.dumps({"files": {name: {"sha256": ""}}}).encode()
+    )
+    store.files.pipe_file("/bucket/run/other", b"not wanted")
+    with pytest.raises(OSError, match="is no name of a file"):
+        store.bring("checkpoint-2", tmp_path / "run" / "brought")
+    assert list((tmp_path / "run").rglob("*")) == [tmp_path / "run" / "brought"]
 
 
 def test_copies_are_made_in_the_background_and_none_is_deleted_on_the_way(folder, monkeypatch):

@@ -184,6 +184,11 @@ def test_values_that_break_a_rule(accelerator):
             lambda data=data: exact_steps(accelerator, data, stack, **SETTINGS), f"dataset is a {name}", "exact_windows"
         )
     refused(lambda: exact_steps(accelerator, [], stack, **SETTINGS), "dataset is empty")
+    for name in ("global_batch_size", "per_device_batch_size"):
+        more = SETTINGS | {name: 8.0}
+        refused(
+            lambda more=more: exact_steps(accelerator, POINTS, stack, **more), "size is 8.0, must be a whole number"
+        )
     refused(lambda: exact_steps(accelerator, POINTS, stack, **SETTINGS, num_epochs=1, num_steps=2), "num_steps is 2")
     refused(lambda: exact_steps(accelerator, POINTS, stack, **SETTINGS, num_steps=2, first_step=3), "first_step is 3")
     refused(lambda: exact_steps(accelerator, POINTS, stack, **SETTINGS, max_tokens=9), "max_tokens is 9", "length=")

@@ -20,6 +20,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from common import launch_environment, task_of
 from forks import call_in_fork
+from hooks import list_calls
 from ports import hold_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -276,12 +277,10 @@ def test_optimizer_looks_for_no_packages_in_every_step(bare):
     accelerator = launch.create_accelerator()
     model = torch.nn.Linear(1, 1)
     _, optimizer = launch.prepare(accelerator, model, torch.optim.SGD(model.parameters(), 0.1))
-    searched, find_spec = [], importlib.util.find_spec
-    bare.setattr(importlib.util, "find_spec", lambda name, *rest: searched.append(name) or find_spec(name, *rest))
     optimizer.step()
-    first = len(searched)
-    optimizer.step()
-    assert searched[first:] == []
+    with list_calls(importlib.util.find_spec) as calls:
+        optimizer.step()
+    assert calls == []
 
 
 def test_group_of_one_is_no_mistake(bare):
@@ -292,23 +291,20 @@ def test_group_of_one_is_no_mistake(bare):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("ACCELERATE_USE_CPU", "true"), *(("CUDA_VISIBLE_DEVICES", value) for value in ("", "-1", "-1,-1", " -1,0"))],
+    ("env", "is_asked_for"),
+    [
+        *(({"CUDA_VISIBLE_DEVICES": value}, True) for value in ("", "-1", "-1,-1", " -1,0")),
+        *((env, False) for env in ({}, {"CUDA_VISIBLE_DEVICES": "1,-1"}, {"ACCELERATE_USE_CPU": "False"})),
+    ],
 )
-def test_cpu_is_taken_when_asked_for_beside_a_gpu(bare, name, value):
-    bare.setattr(torch.cuda, "is_available", lambda: True)
-    bare.setenv(name, value)
-    assert launch.create_accelerator().device.type == "cpu"
-
-
-@pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": "1,-1"}, {"ACCELERATE_USE_CPU": "False"}])
-def test_cpu_is_not_forced_when_not_asked_for(bare, env):
+def test_accelerate_takes_the_cpu_where_the_launch_asks_for_it(bare, env, is_asked_for):
+    """Beside a GPU, too. ACCELERATE_USE_CPU it reads itself, as the launch of cpu.yaml shows."""
     for key, value in env.items():
         bare.setenv(key, value)
     made = SimpleNamespace(num_processes=1, torch_device_mesh=None, mixed_precision="no", device=torch.device("cpu"))
     settings = {}
     launch.create_accelerator(kind=lambda **kwargs: settings.update(kwargs) or made)
-    assert settings["cpu"] is False
+    assert settings["cpu"] is is_asked_for
 
 
 @pytest.mark.parametrize("precision", [None, "no"])
@@ -384,24 +380,20 @@ def test_fp16_on_a_cpu_is_refused(bare, by):
 
 
 @pytest.mark.parametrize(
-    ("major", "precision", "refused"), [(7, "bf16", True), (7, "fp16", False), (7, "no", False), (8, "bf16", False)]
+    ("has_bf16", "precision", "refused"), [(False, "bf16", True), (False, "fp16", False), (True, "bf16", False)]
 )
-def test_emulated_bf16_is_refused(bare, major, precision, refused):
-    """Compute capability 7.5 is a T4 or 2080 Ti, 8.0 an A100; torch's own test runs, on properties that are made up."""
-    bare.setattr(torch.cuda, "is_available", lambda: True)
-    bare.setattr(torch.cuda, "current_device", lambda: 0)
-    bare.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
-    bare.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)  # emulated, it is
-    bare.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+def test_emulated_bf16_is_refused(has_bf16, precision, refused):
+    """A T4 and a 2080 Ti have no bf16 of their own, an A100 has."""
+    cuda = SimpleNamespace(
+        is_bf16_supported=lambda including_emulation=True: including_emulation or has_bf16,
+        get_device_name=lambda device: "Tesla T4",
+    )
     made = SimpleNamespace(
         num_processes=1, torch_device_mesh=None, mixed_precision=precision, device=torch.device("cuda", 0)
     )
-    if refused:
-        (problem,) = problems(kind=lambda **kwargs: made)
-        assert "Tesla T4 only emulates it" in problem
-        assert problem.endswith("set it to fp16")
-    else:
-        assert launch.create_accelerator(kind=lambda **kwargs: made) is made
+    problems = launch.find_accelerator_problems(made, None, None, cuda)
+    emulated = "mixed_precision is bf16, but Tesla T4 only emulates it, slowly: set it to fp16"
+    assert problems == ([emulated] if refused else [])
 
 
 @pytest.mark.parametrize(

@@ -46,3 +46,17 @@ def test_a_machine_is_lost_with_its_disk(trainings, corpus, tmp_path, more):
     assert same_weights(folders[0], whole)
     (line, *_) = [line for line in (folders[0] / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert all(f'"{key}"' in line for key in TIMES), "two processes are timed"
+
+
+@pytest.mark.distributed
+def test_a_copy_that_is_not_whole_is_none(run_processes):
+    """It came with other bytes, or did not fit on the disk. The earlier copy and its lines stay, and the next one is made."""
+    sender, receiver = run_processes("run_peer_copies", 2)
+    first = ("checkpoint-2", ["checkpoint-2", "metrics.jsonl"], "lines of 2\n")
+    assert receiver[2] == first
+    for step in (4, 6):
+        assert receiver[step] == (None, *first[1:]), step
+    assert receiver[8][0] == "checkpoint-8"
+    assert receiver[8][2] == "lines of 8\n"
+    assert "checkpoint-10" in sender["newest"], "which the other machine had"
+    assert [name for name in receiver["newest"] if name.endswith(".partial")] == []

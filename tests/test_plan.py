@@ -1,8 +1,10 @@
 """Effective batch arithmetic, with the source documents' worked examples."""
 
+import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,28 @@ def test_all_bad_values_at_once():
     assert len(error.value.problems) == 3
     with pytest.raises(UsageError, match="give two of"):
         solve_layout(num_processes=2, per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize("size", [2.5, 8.0, "8", math.nan, math.inf, True, [8], {"b": 8}, np.array([8, 8])])
+@pytest.mark.parametrize("name", ["num_processes", "global_batch_size", "per_device_train_batch_size"])
+def test_a_size_is_a_whole_number(name, size):
+    """As of somebody who computes it: 512 / 64 is 8.0."""
+    sizes = {"num_processes": 2, "global_batch_size": 32, "per_device_train_batch_size": 8}
+    with pytest.raises(UsageError) as error:
+        solve_layout(**sizes | {name: size})
+    assert str(error.value) == f"{name} is {size!r}, must be a whole number, 1 or more"
+
+
+def test_sizes_of_numpy_are_whole_numbers():
+    sizes = {"num_processes": 2, "global_batch_size": 32, "per_device_train_batch_size": 8}
+    assert solve_layout(**{name: np.int64(size) for name, size in sizes.items()}) == solve_layout(**sizes)
+
+
+def test_processes_are_as_many_as_lists_hold():
+    with pytest.raises(UsageError, match="num_processes is 1000000000000, must be 131,072 or less"):
+        solve_layout(num_processes=10**12, global_batch_size=32)
+    with pytest.raises(UsageError, match="num_processes is None, must be a whole number"):
+        solve_layout(num_processes=None, global_batch_size=32)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """Replicas that come and go: the cut follows the quorum, nothing is lost or done twice, and what they cannot do is refused."""
 
+import concurrent.futures
 import datetime
+import io
 import json
 import os
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +18,19 @@ from common import all_metrics, metrics, samples_of_steps, tiny_argv
 from compare import parameters, relative
 from test_steps import Ragged
 from torch import nn
+from waiting import PATIENCE
 
 from samestep.contrib.replication.gradients import GradientBuffer
 from samestep.contrib.replication.replica_accelerator import ReplicaAccelerator
+from samestep.contrib.replication.replicas import Replicas
 from samestep.contrib.replication.shared_folder import SharedFolder
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Steps
-from samestep.errors import UsageError
+from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.exclusions import find_refusal
+from samestep.training.checkpoint import State
 
 # ------------------------------------------------------------------------------------------------------------- the cut
 
@@ -227,6 +235,208 @@ def test_a_session_of_another_kind_is_refused(content, tmp_path):
     with pytest.raises(UsageError, match=r"\.session must be empty, or .*: delete it"):
         folder.read_session()
     folder.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- the steps
+
+
+class Meeting:
+    """The other replicas, in the place of torchft's lighthouse: replicas are threads, which tell each other by turns."""
+
+    def __init__(self, num_replicas: int):
+        self.barrier, self.parts = threading.Barrier(num_replicas, timeout=PATIENCE), [None] * num_replicas
+
+    def share(self, rank: int, part: Any) -> list[Any]:
+        """Give a part; get those of all replicas, in their order."""
+        self.parts[rank] = part
+        self.barrier.wait()
+        parts = list(self.parts)
+        self.barrier.wait()
+        return parts
+
+
+class Manager:
+    """A replica's connection to a `Meeting`: those of the methods of torchft's manager that replicas use."""
+
+    def __init__(self, meeting: Meeting, rank: int, step: int):
+        self.meeting, self.rank, self.step, self.error, self.num_quorums = meeting, rank, step, None, 0
+
+    def start_quorum(self) -> None:
+        """Give those that are behind the state of the first that is not, as it comes over the network."""
+        self.num_quorums += 1
+        assert self.num_quorums < 10, "replicas do not come to a step"
+        self.error, state, sent = None, self.replica.state, io.BytesIO()
+        steps = self.meeting.share(self.rank, self.step)
+        torch.save(state.get(), sent)
+        received = self.meeting.share(self.rank, sent)[steps.index(max(steps))]
+        if self.step < max(steps):
+            state.set(torch.load(io.BytesIO(received.getvalue()), weights_only=True), max(steps))
+            self.step = max(steps)
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> SimpleNamespace:
+        tensor.copy_(sum(self.meeting.share(self.rank, tensor.clone())))
+        return SimpleNamespace(wait=lambda: None)
+
+    def should_commit(self) -> bool:
+        commits = not any(self.meeting.share(self.rank, self.error))
+        self.step += commits
+        return commits
+
+    def num_participants(self) -> int:
+        return len(self.meeting.parts)
+
+    def participating_rank(self) -> int:
+        return self.rank
+
+    def current_step(self) -> int:
+        return self.step
+
+    def errored(self) -> Exception | None:
+        return self.error
+
+    def report_error(self, error: Exception) -> None:
+        self.error = error
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def make_replica(manager: Manager, output_dir: Path, weight: float = 1.0, b: int = 2) -> Replicas:
+    """Make a replica of 12 samples per step, whose gradient of `weight` is the number of the step's tokens."""
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), mixed_precision="no")
+    accelerator.sync_gradients = False  # all buckets at the end
+    settings = SimpleNamespace(ddp_timeout=PATIENCE, min_replicas=1, lighthouse="http://a:1", reproducible=None)
+    settings.dtype = "float32"
+    layout = solve_layout(num_processes=1, global_batch_size=12, per_device_train_batch_size=b)
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
+    log = SimpleNamespace(recipe=SimpleNamespace(fingerprint="ours"), events=[], open_files=lambda step: None)
+    log.add_event = lambda step, event, **more: log.events.append((step, event))
+    log.share, log.join = dict, lambda state, step: log.events.append((step, "joined"))
+    steps = Steps(Ragged(), Order(31, 12, seed=5), layout, process_index=0)
+    recovery = SimpleNamespace(
+        model=model, log=log, steps=steps, saver=SimpleNamespace(abandoned_folders=["checkpoint-9"])
+    )
+    recovery.optimizer = ReplicaAccelerator(cpu=True).prepare(optimizer)
+    manager.replica = replica = Replicas(accelerator, settings, SharedFolder(output_dir, NAMES))
+    replica.attach(recovery, None, State(step=manager.step), {})
+    replica.connection.manager, replica.connection.is_group_new = manager, True
+    return replica
+
+
+def attempt(replica: Replicas, **more: bool) -> SimpleNamespace:
+    """Meet the others and do the replica's part of a step; return what it was, and how it ended."""
+    data, counts = replica.meet(replica.steps[replica.processes.step])
+    for micro_batch in data.micro_batches:
+        (replica.state.model.weight * micro_batch["lengths"].sum()).sum().backward()
+    failure = replica.reduce(
+        data, list(data.micro_batch_counts), **{"has_failed": False, "is_asked_to_stop": False} | more
+    )
+    return SimpleNamespace(data=data, counts=counts.tolist(), failure=failure)
+
+
+def attempt_together(*replicas: Replicas, **more: tuple[bool, ...]) -> list[SimpleNamespace]:
+    """Let replicas attempt a step, each in a thread; `more` are arguments of `attempt`, a value for each."""
+    meeting, errors = replicas[0].connection.manager.meeting, []
+
+    def attempt_or_leave(rank: int) -> SimpleNamespace | None:
+        try:
+            return attempt(replicas[rank], **{name: values[rank] for name, values in more.items()})
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()  # so that nobody waits for it
+
+    with concurrent.futures.ThreadPoolExecutor(len(replicas)) as pool:
+        ended = list(pool.map(attempt_or_leave, range(len(replicas))))
+    for first in errors:  # later ones follow from it
+        raise first
+    return ended
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Make two replicas that are as far as each other: two(OPTIONS OF make_replica, ...)."""
+
+    def make(first: dict | None = None, second: dict | None = None, steps: tuple[int, int] = (0, 0)) -> list[Replicas]:
+        meeting = Meeting(2)
+        managers = [Manager(meeting, rank, step) for rank, step in enumerate(steps)]
+        return [
+            make_replica(manager, tmp_path, **more or {})
+            for manager, more in zip(managers, (first, second), strict=True)
+        ]
+
+    return make
+
+
+def weights_of(*replicas: Replicas) -> list[float]:
+    return [replica.state.model.weight.item() for replica in replicas]
+
+
+def test_replicas_commit_a_step_together(two):
+    replicas = two()
+    one, other = attempt_together(*replicas, is_asked_to_stop=(True, False))
+    assert (one.failure, other.failure) == (None, None)
+    tokens, samples = one.counts
+    assert samples == 12
+    assert [replica.state.model.weight.grad.item() for replica in replicas] == [tokens] * 2, (
+        "of both, with one reduction"
+    )
+    assert [sum(replica.all_sums).tolist() for replica in replicas] == [[tokens, 12.0]] * 2
+    assert [replica.processes.step for replica in replicas] == [1, 1]
+    assert [replica.everybody_stops for replica in replicas] == [False, False], "one of them goes on"
+    attempt_together(*replicas, is_asked_to_stop=(True, True))
+    assert [replica.everybody_stops for replica in replicas] == [True, True]
+
+
+def test_no_replica_takes_a_step_for_which_one_of_them_lacks_memory(two):
+    replicas = two()
+    ended = attempt_together(*replicas, has_failed=(False, True))
+    assert [end.failure for end in ended] == ["memory", "memory"]
+    assert [replica.processes.step for replica in replicas] == [0, 0]
+    first, again = ended[0], attempt_together(*replicas)[0]
+    assert (again.data.step, again.data.samples, again.failure) == (0, first.data.samples, None)
+    assert replicas[0].state.model.weight.grad.item() == again.counts[0], "of the second attempt alone"
+
+
+def test_replicas_have_micro_batches_of_the_size_that_all_of_them_hold(two):
+    one, other = attempt_together(*two({"b": 3}, {"b": 1}))
+    assert [len(samples) for end in (one, other) for samples in end.data.samples] == [1] * 12
+    assert one.counts == other.counts
+
+
+def test_a_replica_that_is_behind_becomes_as_the_others(two):
+    """With the lines that are in no file yet: the replica that has them may end before it has written them."""
+    ahead, behind = replicas = two({"weight": 3.0}, {"weight": 1.0}, steps=(2, 0))
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.9}]
+    for line in lines:
+        ahead.folder.add("metrics.jsonl", line)
+    behind.folder.add("metrics.jsonl", {"step": 1, "loss": 7.0})
+    ahead.state.optimizer.state[ahead.state.model.weight]["momentum_buffer"] = torch.full((1, 1), 0.25)
+    one, other = attempt_together(*replicas)
+    assert (one.data.step, other.data.step) == (2, 2)
+    assert weights_of(*replicas) == [3.0, 3.0]
+    assert behind.state.optimizer.state[behind.state.model.weight]["momentum_buffer"].item() == 0.25
+    assert behind.state.log.events[0] == (2, "joined")
+    assert behind.state.recovery.saver.abandoned_folders == [], "the run's checkpoints, which are no earlier run's"
+    behind.folder.write(is_writer=True)
+    assert all_metrics(behind.folder.output_dir) == lines
+
+
+def test_replicas_that_took_a_step_apart_become_the_same(two):
+    """A new lighthouse knew nobody: the same step, rounded differently. The first replica's is kept."""
+    replicas = two({"weight": 1.0}, {"weight": 1.0 + 1e-6}, steps=(1, 1))
+    one, other = attempt_together(*replicas)
+    assert (one.data.step, other.data.step) == (1, 1)
+    assert weights_of(*replicas) == [1.0, 1.0]
+
+
+def test_replicas_with_other_samples_are_no_replicas_of_a_run(two):
+    """As of two versions of this program, which draw another order."""
+    replicas = two()
+    replicas[1].steps.order = Order(31, 12, seed=6)
+    with pytest.raises(RunError, match="step 1: the replicas' parts are not each sample of the step once"):
+        attempt_together(*replicas)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

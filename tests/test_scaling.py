@@ -227,6 +227,22 @@ def test_an_unknown_rule_is_refused_with_the_nearest_name(rule, hint, batch):
     assert str(error.value).startswith(f"scaling rule {rule!r} is unknown: {hint}")
 
 
+@pytest.mark.parametrize("rule", [["sqrt"], {"rule": "sqrt"}, None, 3])
+def test_a_rule_of_another_kind_is_refused(rule):
+    with pytest.raises(UsageError, match=r"^scaling rule .* is unknown: "):
+        scale(rule, ADAM, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("rule", "learning_rate", "batch"),
+    [("linear", 1e308, 10**9), ("linear", 0.1, 10**400), ("beta2_half_life", 0.1, 10**400)],
+)
+def test_a_result_that_no_float_holds_is_refused(rule, learning_rate, batch):
+    with pytest.raises(UsageError, match="is too large for a float") as error:
+        scale(rule, replace(ADAM, learning_rate=learning_rate), 1, batch)
+    assert str(error.value).startswith(f"learning_rate {learning_rate}, scaled by {rule} to global_batch_size, ")
+
+
 def test_bad_hyperparameters_are_named_at_once():
     with pytest.raises(UsageError) as error:
         Hyperparameters(-0.1, 1.0, math.nan, math.inf, warmup_epochs=-1)

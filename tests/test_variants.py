@@ -74,6 +74,9 @@ def test_a_mapping_is_its_sentence(field, sentence, mapping, tmp_path):
         ("communication", {"kind": "diloco", "num_workers": 4}, "but diloco needs num_steps: correct it"),
         ("communication", {"kind": "top_k", "share": 0.1, "num_workers": 4, "rank": 2}, "top_k has no 'rank'"),
         ("communication", {"kind": "power_sgd", "rank": "two", "first_step": 2}, "rank is 'two', must be int"),
+        ("communication", {"kind": "diloco", "num_workers": "4", "num_steps": 5}, "is '4', must be int: correct it"),
+        ("communication", {"kind": "top_k", "share": 0.1, "num_worker": 4}, "did you mean num_workers? Correct it"),
+        ("batch_schedule", {"kind": "power", "first_size": 4, "power": 1, "rate": 2}, "is 2, must be str or null: "),
         ("communication", 5, "communication is 5, must be a mapping {kind: local_sgd | diloco"),
         ("batch_schedule", {"kind": "seesaw", "first_size": 0}, "first_size is 0, must be from 1"),
         ("batch_schedule", {"kind": "stages", "sizes": [4, 16], "boundaries": [0.2, 0.5]}, "2 sizes have 1 boundaries"),
@@ -97,6 +100,7 @@ def test_a_sentence_in_a_file_is_read_for_one_version(tmp_path):
         FutureWarning, match="communication as a sentence is read until 0.2: write {kind: diloco, "
     ) as said:
         old = load(str(file))
+    assert (said[0].filename, said[0].lineno) == (str(file), 2), "whose line is shown"
     mapping = str(said[0].message).split("write ")[1]
     file.write_text(f"extends: gpt2_small_cpu\ncommunication: {mapping}\n")
     flags = ["--recipe", "gpt2_small_cpu", "--communication", "diloco of 4 workers every 50 steps"]

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 
 from samestep.errors import UsageError, nearest
@@ -38,16 +39,18 @@ class Kinds(Variant):
             raise UsageError(f"{subject}, must be one of {', '.join(cls.KINDS)}")
         needed, optional = cls.KINDS[kind]
         known = ("kind", *needed, *optional)
-        problems = [
-            f"{kind} has no {format_value(key)}: {nearest(str(key)[:60], known)}" for key in values if key not in known
-        ]
-        problems += [f"{kind} needs {name}" for name in needed if name not in values]
+        unknown = [key for key in values if key not in known]
+        problems = [f"{kind} has no {format_value(key)}: {nearest(str(key)[:60], known)}" for key in unknown]
+        missing = [name for name in needed if name not in values]
+        problems += [f"{kind} needs {name}" for name in missing if not get_close_matches(name, unknown)]
         if problems:
             raise UsageError(problems)
         try:
             found: Self = build(cls, {**cls.DEFAULTS.get(kind, {}), **values}, kind)
         except UsageError as error:
-            raise UsageError([problem.removeprefix(f"{kind}: ") for problem in error.problems]) from None
+            problems = [problem.removeprefix(f"{kind}: ") for problem in error.problems]
+            begins = tuple(f"{name} is " for name in needed)  # which are null for other kinds only
+            raise UsageError([p.removesuffix(" or null") if p.startswith(begins) else p for p in problems]) from None
         return found
 
     @classmethod

@@ -6,10 +6,15 @@ And how many steps an epoch has.
 import dataclasses
 import fractions
 import math
+import reprlib
+from numbers import Integral
+from typing import Any
 
 from samestep.errors import UsageError
 from samestep.printing import format_count
 
+MAX_PROCESSES = 2**17
+"""Numbers for each process are kept in lists."""
 LOGITS_AT_ONCE = 2**26
 """Logits that GPT-2's head holds at once, whatever the micro-batch: 256 MiB in float32."""
 
@@ -54,6 +59,28 @@ def shares(num_samples: int, num_parts: int) -> tuple[int, ...]:
     return (small + 1,) * num_large + (small,) * (num_parts - num_large)
 
 
+def check_sizes(**sizes: Any) -> None:
+    """Check numbers of samples, processes and the like: whole, and 1 or more.
+
+    Raises:
+        UsageError: with all that are not.
+
+    >>> check_sizes(global_batch_size=32, num_processes=2.5)
+    Traceback (most recent call last):
+    samestep.errors.UsageError: num_processes is 2.5, must be a whole number, 1 or more
+    """
+    problems = []
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool):
+            problems.append(f"{name} is {reprlib.repr(size)}, must be a whole number, 1 or more")
+        elif size < 1:
+            problems.append(f"{name} is {size}, must be 1 or more")
+    if not problems and (n := sizes.get("num_processes", 1)) > MAX_PROCESSES:
+        problems.append(f"num_processes is {n}, must be {MAX_PROCESSES:,} or less")
+    if problems:
+        raise UsageError(problems)
+
+
 def solve_layout(
     *,
     num_processes: int,
@@ -73,20 +100,16 @@ def solve_layout(
     512
 
     Raises:
-        UsageError: a value below 1, too few values, or three that contradict each other, with the arithmetic.
+        UsageError: a value that is no whole number or below 1, too few values, or three that contradict each other, with the
+            arithmetic.
     """
     n, b_total, b, k = num_processes, global_batch_size, per_device_train_batch_size, gradient_accumulation_steps
     sizes = {
-        "num_processes": n,
         "global_batch_size": b_total,
         "per_device_train_batch_size": b,
         "gradient_accumulation_steps": k,
     }
-    problems = [
-        f"{name} is {value}, must be 1 or more" for name, value in sizes.items() if value is not None and value < 1
-    ]
-    if problems:
-        raise UsageError(problems)
+    check_sizes(num_processes=n, **{name: size for name, size in sizes.items() if size is not None})
     if b_total is None:
         if b is None or k is None:
             raise UsageError(
@@ -116,15 +139,12 @@ def steps_per_epoch(num_samples: int, global_batch_size: int, epoch_end: str) ->
         epoch_end: carry, keep or drop, as in `order.Order`.
 
     Raises:
-        UsageError: numbers below 1, an unknown `epoch_end`, or `drop` with a batch that no epoch fills.
+        UsageError: numbers that are not whole or below 1, an unknown `epoch_end`, or `drop` with a batch that no epoch fills.
 
     >>> [float(steps_per_epoch(50_030, 3072, end)) for end in ("keep", "drop")]
     [17.0, 16.0]
     """
-    if num_samples < 1 or global_batch_size < 1:
-        raise UsageError(
-            f"num_samples is {num_samples} and global_batch_size is {global_batch_size}: both must be 1 or more"
-        )
+    check_sizes(num_samples=num_samples, global_batch_size=global_batch_size)
     if epoch_end not in ("carry", "keep", "drop"):
         raise UsageError(f"epoch_end is {epoch_end!r}, must be carry, keep or drop")
     if epoch_end == "drop" and global_batch_size > num_samples:

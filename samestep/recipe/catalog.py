@@ -16,7 +16,6 @@ from samestep.recipe.recipe import TASKS as TASKS  # others take it from here
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
 from samestep.recipe.tasks.decoder import SHAPE
-from samestep.recipe.variants import Variant
 
 CATALOG = shipped_folder("catalog")
 BASES = CATALOG / "bases"
@@ -112,9 +111,9 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
     values = _read(name_or_file, ancestors=())
     kind = values.get("task")
     if not isinstance(kind, str) or kind not in TASKS:
-        raise UsageError(
-            f"recipe {format_name(name_or_file)}: task is {format_value(kind)}, must be one of {', '.join(TASKS)}"
-        )
+        state = "missing" if kind is None else format_value(kind)
+        remedy = f"{', '.join(TASKS)}; `extends: RECIPE` brings that of another recipe"
+        raise UsageError(f"recipe {format_name(name_or_file)}: task is {state}, must be one of {remedy}")
     if task is not None and kind != task:
         raise UsageError(
             f"recipe {format_name(name_or_file)} is for the task {kind}, this script trains {task}: {_list_choices(task)}"
@@ -151,9 +150,9 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
     is_shipped = path.is_relative_to(CATALOG)  # such a recipe speaks for itself, and its file does not change
     read = _read_shipped if is_shipped else read_yaml
     values = {"name": path.stem} | read(path, f"recipe {format_name(path)}")
-    for field, kind in VARIANTS.items():
+    for field in VARIANTS:
         if isinstance(sentence := values.get(field), str):
-            values[field] = _replace_sentence(kind, sentence, f"recipe {format_name(path)}: {field}")
+            values[field] = _replace_sentence(field, sentence, path)
     base = values.pop("extends", None)
     if base is None:
         return values
@@ -170,15 +169,22 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
 _read_shipped = functools.cache(read_yaml)  # the bases are those of many recipes
 
 
-def _replace_sentence(kind: type[Variant], sentence: str, subject: str) -> Any:
+def _replace_sentence(field: str, sentence: str, path: Path) -> Any:
     """Warn of a sentence in a file, and return its mapping; a sentence that breaks a rule stays, for `build` to refuse."""
     try:
-        mapping = kind.read(sentence).mapping
+        mapping = VARIANTS[field].read(sentence).mapping
     except UsageError:
         return sentence
     form = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=1000).strip()
-    warnings.warn(f"{subject} as a sentence is read until 0.2: write {form}", FutureWarning, stacklevel=2)
+    message = f"recipe {format_name(path)}: {field} as a sentence is read until 0.2: write {form}"
+    # With the file's own line below it, not one of this program
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = next((number for number, line in enumerate(lines, 1) if line.startswith(field)), 1)
+    warnings.warn_explicit(message, FutureWarning, format_name(path), number, registry=_WARNED)
     return mapping
+
+
+_WARNED: dict[Any, Any] = {}  # each warning is shown once
 
 
 def _find_file(name_or_file: str, is_extended: bool) -> Path:

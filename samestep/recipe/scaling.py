@@ -215,7 +215,8 @@ def scale(rule: str, tuned: Hyperparameters, tuned_batch_size: int, global_batch
         global_batch_size: samples per step now.
 
     Raises:
-        UsageError: the rule is unknown, a batch size is not a whole number of at least 1, or the rule does not reach.
+        UsageError: the rule is unknown, a batch size is not a whole number of at least 1, the rule does not reach, or a
+            result is too large for a float.
 
     >>> scale("linear", Hyperparameters(0.1, 0.9, 0.999, 1e-8), 64, 512).learning_rate
     0.8
@@ -223,9 +224,15 @@ def scale(rule: str, tuned: Hyperparameters, tuned_batch_size: int, global_batch
     Traceback (most recent call last):
     samestep.errors.UsageError: scaling rule 'liner' is unknown: did you mean linear?
     """
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise UsageError(f"scaling rule {rule!r} is unknown: {nearest(str(rule), RULES)}")
-    return RULES[rule](tuned, tuned_batch_size, global_batch_size)
+    try:
+        return RULES[rule](tuned, tuned_batch_size, global_batch_size)
+    except OverflowError:
+        raise UsageError(
+            f"learning_rate {tuned.learning_rate}, scaled by {rule} to global_batch_size, is too large for a float: correct "
+            "learning_rate, tuned_batch_size or global_batch_size."
+        ) from None
 
 
 def _adam_numbers(rule: str, tuned: Hyperparameters) -> tuple[float, float, float]:

@@ -189,8 +189,10 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
             problems.append(f"{origin}: {name} is {format_value(values[name])}, must be {_type_name(hints[name])}")
             continue
         except UsageError as error:
-            subject = f"{origin}: {name} is {format_value(values[name])}"
-            problems += [f"{subject}, but {rule}: correct it, or set it to null" for rule in error.problems]
+            for rule in error.problems:
+                remedy = " Correct it" if rule.endswith("?") else ": correct it"
+                given = format_value(values[name])
+                problems.append(f"{origin}: {name} is {given}, but {rule}{remedy}, or set it to null")
             continue
         check = field.metadata["check"]
         breaks = check is not None and value is not None and not _holds(check, value)

@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,7 +122,7 @@ def create_accelerator(
         ],
         **kwargs,
     )
-    if problems := _find_accelerator_problems(accelerator, recipe, settings):
+    if problems := find_accelerator_problems(accelerator, recipe, settings):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
         let_gloo_add_bf16()
@@ -252,9 +253,16 @@ def _make_groups() -> Groups | None:
     return Groups(dp_replicate_size=size // shards, dp_shard_size=shards) if is_used else None
 
 
-def _find_accelerator_problems(
-    accelerator: Accelerator, recipe: Recipe | None, settings: RunSettings | None
+def find_accelerator_problems(
+    accelerator: Accelerator, recipe: Recipe | None, settings: RunSettings | None, cuda: Any = torch.cuda
 ) -> list[str]:
+    """List what makes an accelerator another one than the launch says, or its steps others than the recipe's.
+
+    Args:
+        accelerator: as Accelerate made it.
+        recipe, settings: as of `create_accelerator`.
+        cuda: what knows the GPU.
+    """
     problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
     if size > 1 and accelerator.num_processes == 1:
         problems.append(
@@ -273,9 +281,9 @@ def _find_accelerator_problems(
         num_copies=count_copies(accelerator),
     ):
         problems.append(str(refusal))
-    is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    is_emulated = device.type == "cuda" and not cuda.is_bf16_supported(including_emulation=False)
     if accelerator.mixed_precision == "bf16" and is_emulated:
-        name = torch.cuda.get_device_name(device)
+        name = cuda.get_device_name(device)
         problems.append(f"mixed_precision is bf16, but {name} only emulates it, slowly: set it to fp16")
     return problems
 

@@ -7,11 +7,10 @@ has the SHA-256 of the manifest. When a run goes on, machines that were there or
 them holds is sent to those that lack it.
 """
 
-import contextlib
 import datetime
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,38 +106,49 @@ class PeerCopies(Peers):
             return None
         name, files, lines = headers[0]
         folder, partial = self.output_dir / name, self.output_dir / f".{name}.partial"
-        problem: Exception | None = None
+        new_lines = {self.output_dir / f"{file_name}.partial": self.output_dir / file_name for file_name in lines}
+        sizes = {partial / file_name: size for file_name, size in files.items()}
+        sizes |= {path: lines[target.name] for path, target in new_lines.items()}
+        problem: OSError | None = None
         if is_wanted:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        for group, parent in ((files, partial), (lines, self.output_dir)):
-            for file_name, size in group.items():
-                path = parent / (file_name if parent is partial else f"{file_name}.partial")
-                with contextlib.ExitStack() as stack:
-                    file = None
-                    for begin in range(0, size, BLOCK):  # all of it, whatever becomes of it: the source sends on
-                        block = torch.empty(min(BLOCK, size - begin), dtype=torch.uint8)
-                        dist.broadcast(block, source, self.group)
-                        try:
-                            if is_wanted and problem is None:
-                                file = file or stack.enter_context(path.open("wb"))
-                                file.write(block.numpy().tobytes())
-                        except OSError as error:
-                            problem = error
-                if is_wanted and size == 0:
-                    path.touch()
+        for path, size in sizes.items():
+            blocks = self._receive_blocks(size, source)
+            try:
+                if is_wanted and problem is None:
+                    _write(path, blocks)
+            except OSError as error:
+                problem = error
+            for _ in blocks:  # the rest of it, whatever becomes of it: the source sends on
+                pass
         if not is_wanted:
             return folder
         try:
             if problem is not None:
                 raise problem
             verify(partial)
+            for path, target in new_lines.items():
+                path.replace(target)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
+            for path in new_lines:
+                path.unlink(missing_ok=True)
             print(f"WARNING: {name} could not be copied to {self.output_dir} ({error})", file=sys.stderr, flush=True)
             return None
-        for file_name in lines:
-            (self.output_dir / f"{file_name}.partial").replace(self.output_dir / file_name)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
         return folder
+
+    def _receive_blocks(self, size: int, source: int) -> Iterator[bytes]:
+        """Receive a file of `size` bytes, block by block."""
+        for begin in range(0, size, BLOCK):
+            block = torch.empty(min(BLOCK, size - begin), dtype=torch.uint8)
+            dist.broadcast(block, source, self.group)
+            yield block.numpy().tobytes()
+
+
+def _write(path: Path, blocks: Iterable[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for block in blocks:
+            file.write(block)

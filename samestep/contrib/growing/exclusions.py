@@ -44,7 +44,7 @@ RULES = [
     Rule(
         lambda f: (g := f.batch_schedule) and g.kind != "seesaw" and f.lr_scaling_rule != "none",
         "batch_schedule is {f.batch_schedule!r}, but lr_scaling_rule is {f.lr_scaling_rule}, which knows one batch",
-        "set it to none; `, rate by sqrt` in batch_schedule makes the learning rate follow the batch",
+        "set it to none; `rate: sqrt` in batch_schedule (`, rate by sqrt` in a flag) makes the learning rate follow the batch",
     ),
     Rule(
         lambda f: f.batch_schedule and (f.lr_num_steps is not None or f.lr_first_step),
