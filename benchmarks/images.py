@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 from transformers import ResNetConfig, ResNetForImageClassification
 from workloads import Samples
 
-from samestep.contrib.builtin import captchas
+from samestep.data import captchas
 from samestep.data import images
 from samestep.models.networks import CaptchaReader
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig

@@ -16,7 +16,7 @@ TASK = "captcha_recognition"
 if __name__ == "__main__":
     answer_early(sys.argv[1:], TASK, __doc__)  # help and mistakes in flags, before torch is imported
 
-from samestep.contrib.builtin import captchas
+from samestep.data import captchas
 from samestep.errors import exit_code
 from samestep.models.captcha_recognition import ReadingSums
 from samestep.training.evaluation import predict

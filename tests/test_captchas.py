@@ -20,8 +20,8 @@ from hooks import list_calls
 from torch.utils.data import DataLoader
 from waiting import PATIENCE, until
 
-from samestep.contrib.builtin import captchas
-from samestep.contrib.builtin.captchas import Captcha, Captchas, build, draw_captcha
+from samestep.data import captchas
+from samestep.data.captchas import Captcha, Captchas, build, draw_captcha
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Steps

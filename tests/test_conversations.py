@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.contrib.builtin import doctest_chats, drawn_chats
+from samestep.builtin import doctest_chats, drawn_chats
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data import chat_templates

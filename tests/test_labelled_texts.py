@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from samestep.contrib.builtin import python_docs
+from samestep.builtin import python_docs
 from samestep.data import labelled_texts, row_report
 from samestep.data.labelled_texts import Columns, find_classes, load_rows
 from samestep.errors import UsageError

@@ -14,7 +14,7 @@ from PIL import Image
 from rooms import PAGES, read_card
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from samestep.contrib.builtin import captchas
+from samestep.data import captchas
 from samestep.data import images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm

@@ -1,8 +1,7 @@
 """Runs the tests without the rooms that can be deleted: `make test-core`, with what pytest takes behind it.
 
-A copy of what is tracked is made without stepplan/ and samestep/contrib/, of which only the built-in data stay, as the rest
-trains on them. Its environment has the packages of this one, and takes ours from the copy alone. tests/helpers/rooms.py says
-which tests belong to these rooms.
+A copy of what is tracked is made without stepplan/ and samestep/contrib/, and an environment that has the packages of this one
+and takes ours from the copy alone. tests/helpers/rooms.py says which tests belong to these rooms.
 """
 
 import os
@@ -16,16 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("samestep/contrib", "stepplan")
-KEPT = "samestep/contrib/builtin/"
 
 
 def copy_without_rooms(folder: Path) -> None:
     """Copy what git tracks, as it is here, but the rooms; the copy is a repository, too, which some tests want."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file() and (
-            name.startswith(KEPT) or not name.startswith(tuple(f"{room}/" for room in ROOMS))
-        ):
+        if (ROOT / name).is_file() and not name.startswith(tuple(f"{room}/" for room in ROOMS)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from samestep.contrib.builtin.drawn_chats import find_split
-from samestep.contrib.builtin.python_docs import python_docstrings
+from samestep.builtin.drawn_chats import find_split
+from samestep.builtin.python_docs import python_docstrings
 
 QUESTION = "What does Python print last?\n"
 VARYING = re.compile(r"0x[0-9a-fA-F]{4,}|\.\.\.")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from samestep.contrib.builtin import doctest_chats, drawn_chats
+from samestep.builtin import doctest_chats, drawn_chats
 from samestep.data import documents
 from samestep.data.arrow import hash_modules
 from samestep.data.conversation_rows import FEATURES, NAMES, READING, Source, split_name
