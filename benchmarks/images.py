@@ -41,8 +41,7 @@ from torch.utils.data import DataLoader
 from transformers import ResNetConfig, ResNetForImageClassification
 from workloads import Samples
 
-from samestep.data import captchas
-from samestep.data import images
+from samestep.data import captchas, images
 from samestep.models.networks import CaptchaReader
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
 from samestep.recipe.catalog import load

@@ -20,10 +20,10 @@ from hooks import list_calls
 from torch.utils.data import DataLoader
 from waiting import PATIENCE, until
 
-from samestep.data import captchas
-from samestep.data.captchas import Captcha, Captchas, build, draw_captcha
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
+from samestep.data import captchas
+from samestep.data.captchas import Captcha, Captchas, build, draw_captcha
 from samestep.data.steps import Steps
 from samestep.errors import RunError, UsageError
 from samestep.recipe.catalog import load

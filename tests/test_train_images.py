@@ -14,8 +14,7 @@ from PIL import Image
 from rooms import PAGES, read_card
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from samestep.data import captchas
-from samestep.data import images
+from samestep.data import captchas, images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm
 from samestep.recipe.catalog import load
