@@ -94,7 +94,7 @@ _REASONS = {
     "data is read once into a cache on disk, and mapped into memory from there: leave it out": "streaming",
     "code of others is never run: leave it out": "trust_remote_code",
 }
-"""Where something is decided here, or why it is not -> flags of other programs that decide it."""
+"""Place where something is decided here, or reason why it is not -> flags of other programs that decide it."""
 ELSEWHERE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 

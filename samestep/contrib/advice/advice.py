@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from samestep.contrib.advice import ramp
+from samestep.contrib.noise import signal_share
 from samestep.errors import UsageError
 from samestep.printing import format_count, round_number
 from samestep.recipe import batch_size, scaling
@@ -75,7 +76,7 @@ def advise(folder: str, more_tokens: float, *, grows: bool = False) -> tuple[dic
     if recipe.batch_schedule is not None:
         return answer | {"unknown": "its batch grows: measure a run with one batch"}, None
     windows = batch_size.split(measurements)
-    share = batch_size.find_signal_share(windows, recipe.global_batch_size)
+    share = signal_share.find_signal_share(windows, recipe.global_batch_size)
     answer["windows"] = [
         {"steps": [window[0].step, window[-1].step]} | _describe(batch_size.estimate(window)) for window in windows
     ]
@@ -108,7 +109,7 @@ def advise(folder: str, more_tokens: float, *, grows: bool = False) -> tuple[dic
         return answer | {"is_ramp": True}, growing[0] if growing else None
     if abs(batch / recipe.global_batch_size - 1) < MIN_CHANGE:
         return answer | {"advised_batch_size": recipe.global_batch_size}, None
-    ratio = batch_size.tokens_ratio(share.value, batch / recipe.global_batch_size)
+    ratio = signal_share.tokens_ratio(share.value, batch / recipe.global_batch_size)
     changed, answer["changes"] = change(recipe, batch, ratio, folder)
     answer["command"] = _write_command(changed, hardware)
     return answer, changed
@@ -123,7 +124,7 @@ def _explain_few(answer: dict[str, Any]) -> str:
     return f"the noise of {number} steps was measured, fewer than {least}: train it with --noise_scale_steps {every}, or longer"
 
 
-def _explain_wide(answer: dict[str, Any], share: batch_size.SignalShare) -> str:
+def _explain_wide(answer: dict[str, Any], share: signal_share.SignalShare) -> str:
     """Say that the interval is too wide, what is known none the less, and what helps."""
     number = answer["num_measurements"]
     relative = (share.high - share.value) / share.value if share.is_known else math.inf
@@ -131,9 +132,9 @@ def _explain_wide(answer: dict[str, Any], share: batch_size.SignalShare) -> str:
     text = f"the interval of {number} measured steps is too wide: measure about {wanted:,} (--noise_scale_steps"
     text += f" {max(1, answer['num_steps'] // wanted)}, or a longer run)"
     batch = answer["global_batch_size"]
-    if batch_size.MIN_SHARE < share.high < 1:
+    if signal_share.MIN_SHARE < share.high < 1:
         least = batch / share.high - batch
-        safe = batch * batch_size.find_largest(share.high, answer["more_tokens"])
+        safe = batch * signal_share.find_largest(share.high, answer["more_tokens"])
         text += (
             f". What is known: the noise scale is at least {batch_size.format_size(least)} samples, so a batch of up to "
             f"{math.floor(safe):,} takes at most {100 * answer['more_tokens']:.3g} % more tokens"
@@ -147,7 +148,7 @@ def _describe(estimate: batch_size.Estimate) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def _find_noise_scale(share: batch_size.SignalShare, batch: int, number: int) -> batch_size.Estimate:
+def _find_noise_scale(share: signal_share.SignalShare, batch: int, number: int) -> batch_size.Estimate:
     """Find the noise scale that would give the mean share of the signal, and its interval."""
     value, low, high = (batch / part - batch if part > 0 else math.inf for part in (share.value, share.high, share.low))
     return batch_size.Estimate(value, low, high, number)
@@ -170,7 +171,7 @@ def _choose(batch: int, share: float, more_tokens: float) -> tuple[float, bool]:
     """
     if share > 0.5:
         return batch / share - batch, False
-    return batch * batch_size.find_largest(share, more_tokens), True
+    return batch * signal_share.find_largest(share, more_tokens), True
 
 
 def _describe_hardware(
@@ -208,13 +209,13 @@ def _round_to_micro_batches(batch: float, old_batch: int, hardware: dict[str, An
 def _describe_batch(
     batch: int,
     old_batch: int,
-    share: batch_size.SignalShare,
+    share: signal_share.SignalShare,
     hardware: dict[str, Any],
     steps: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Describe what another batch takes to the same loss: tokens, steps, k, and seconds of this run's steps."""
     kappa = batch / old_batch
-    value, *ends = (batch_size.tokens_ratio(part, kappa) for part in share)
+    value, *ends = (signal_share.tokens_ratio(part, kappa) for part in share)
     seconds = [line["seconds"] for line in steps if "grad_signal" not in line and "seconds" in line]
     old_k, k = (_count_micro_batches(size, hardware) for size in (old_batch, batch))
     result = {"batch_size": batch, "tokens": value, "tokens_range": sorted(ends), "steps": value / kappa}

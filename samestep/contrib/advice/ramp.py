@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from samestep.contrib.growing.batch_schedule import BatchSchedule
+from samestep.contrib.noise.signal_share import find_largest, find_signal_share, tokens_ratio
 from samestep.recipe import catalog as recipes
-from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share, tokens_ratio
+from samestep.recipe.batch_size import Measurement
 from samestep.recipe.recipe import Recipe
 
 MIN_GROWTH = 1.25

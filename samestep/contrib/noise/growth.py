@@ -7,7 +7,8 @@ from accelerate.utils import broadcast_object_list
 
 from samestep.contrib.growing.batch_schedule import BatchSchedule, Stage, make_sizes
 from samestep.contrib.noise.scale import NoiseScale
-from samestep.recipe.batch_size import Measurement, find_largest, find_signal_share
+from samestep.contrib.noise.signal_share import find_largest, find_signal_share
+from samestep.recipe.batch_size import Measurement
 from samestep.training.parts import Part, find_part
 from samestep.training.report import round_to_6
 from samestep.training.run import Run

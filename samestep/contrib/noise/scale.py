@@ -15,6 +15,9 @@ from samestep.training.report import round_to_6
 from samestep.training.run import Run
 from samestep.training.run_step import RunStep
 
+RECENT = 20
+"""Measurements that the progress line speaks of."""
+
 
 class StepNoise(NamedTuple):
     """The measurements of a step.
@@ -127,4 +130,4 @@ class NoiseScale(Part):
     def describe(self) -> str:
         if not self.measurements:
             return ""
-        return f"noise scale {batch_size.estimate(self.measurements[-batch_size.RECENT :])}"
+        return f"noise scale {batch_size.estimate(self.measurements[-RECENT:])}"
