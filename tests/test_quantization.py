@@ -17,18 +17,21 @@ from samestep.recipe.catalog import load
 from samestep.step.optim import AdamW8bit
 from samestep.training import checkpoint
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+# No name of this module, for pytest asks all of them whether they are fixtures, which would load it in every process
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
 FLAGS = "--global_batch_size 10 --lora_rank 4 --lora_alpha 8 --train_on all --lora_dropout 0.1 --base_quantization nf4"
 PROGRAM = "finetune_causal_lm"
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (33, 7), thorough((16, 32)), thorough((300, 90))])
 def test_codes_are_those_of_bitsandbytes(shape):
+    from bitsandbytes import functional
+
     torch.manual_seed(0)
     linear = nn.Linear(*shape[::-1])
     with torch.no_grad():
         linear.weight *= torch.rand(shape[0], 1)
-    ours, functional = Nf4Linear(linear), bitsandbytes.functional
+    ours = Nf4Linear(linear)
     codes, state = functional.quantize_4bit(
         linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
     )
@@ -124,6 +127,8 @@ def test_a_merge_is_into_the_weights_that_the_base_computes_with(train, capsys):
 
 
 def test_moments_in_8_bits_are_those_of_bitsandbytes_and_near_adamw():
+    from bitsandbytes import optim
+
     def run(make):
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(100, 90)), nn.Parameter(torch.randn(70))]
@@ -137,7 +142,7 @@ def test_moments_in_8_bits_are_those_of_bitsandbytes_and_near_adamw():
 
     options = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
     ours, optimizer = run(lambda parameters: AdamW8bit(parameters, **options))
-    theirs, _ = run(lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, **options))
+    theirs, _ = run(lambda parameters: optim.AdamW8bit(parameters, **options))
     whole, _ = run(lambda parameters: torch.optim.AdamW(parameters, **options))
     start, _ = run(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     assert relative(ours, theirs) < 1e-6

@@ -1,5 +1,6 @@
 """Several trainings, one after the other, on the same processes; a fork server imports this, which is waited for once."""
 
+import contextlib
 import gc
 import json
 import os
@@ -10,6 +11,12 @@ from common import TINIES, fresh_accelerator, load_script
 from torch.nn.parallel import DistributedDataParallel
 
 SCRIPTS = {program: load_script(program) for program in TINIES}
+with contextlib.suppress(ImportError):  # older versions have none
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping(
+        "bert"
+    )  # makes the names of all models, once and not for each process's first result
 
 
 def end(state: PartialState, group=None) -> None:

@@ -1,6 +1,10 @@
 """Small configurations of real model classes, small recipes, a tokenizer, and the memory that a step allocates."""
 
+import bisect
+import itertools
 import json
+import math
+from collections.abc import Iterable
 
 import tokenizers
 import torch
@@ -51,6 +55,19 @@ def small(kind: str, num_layers: int = 5, activation: str | None = None, **chang
     return load({"gpt2": "gpt2_124m", "bert": "bert_base"}[kind], changes)
 
 
+class _LatestEnd:
+    """Ends of events by their beginnings: looked up, for a step has thousands of each kind."""
+
+    def __init__(self, events: Iterable[dict]):
+        spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
+        self.starts = [start for start, _ in spans]
+        self.ends = [-math.inf, *itertools.accumulate((end for _, end in spans), max)]
+
+    def before(self, time: float) -> float:
+        """Return the latest end of the events that began at a time or before it; minus infinity: there are none."""
+        return self.ends[bisect.bisect_right(self.starts, time)]
+
+
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
@@ -65,8 +82,8 @@ def peak(step, folder) -> int:
         step()
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    collectives = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("c10d::")]
-    products = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] in PRODUCTS]
+    collectives = _LatestEnd(e for e in events if e["name"].startswith("c10d::"))
+    products = _LatestEnd(e for e in events if e["name"] in PRODUCTS)
     changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     ends, freed = {}, {}  # place of an allocation -> when it is freed; address -> when it is freed next
     for place, event in reversed(list(enumerate(changes))):
@@ -74,7 +91,7 @@ def peak(step, folder) -> int:
         if event["args"]["Bytes"] < 0:
             freed[address] = event["ts"]
         else:
-            ends[place] = freed.pop(address, float("inf"))
+            ends[place] = freed.pop(address, math.inf)
     sizes, total, largest = {}, 0, 0  # by address; 0: a copy of gloo's, or inside of a product
     for place, event in enumerate(changes):
         size, address, time = event["args"]["Bytes"], event["args"]["Addr"], event["ts"]
@@ -82,8 +99,7 @@ def peak(step, folder) -> int:
             total -= sizes.pop(address, -size)
             continue
         total -= sizes.pop(address, 0)
-        is_left_out = any(start <= time <= end for start, end in collectives)
-        is_left_out = is_left_out or any(start <= time and ends[place] <= end for start, end in products)
+        is_left_out = collectives.before(time) >= time or products.before(time) >= ends[place]
         sizes[address] = 0 if is_left_out else size
         total += sizes[address]
         largest = max(largest, total)
