@@ -119,6 +119,11 @@ class _Template(string.Formatter):
 # Rows that several tasks have
 
 
+def rows(*rules: Rule) -> tuple[Rule, ...]:
+    """Make the rules of a class of recipes."""
+    return rules
+
+
 def each(arguments: Iterable[Any], make: Callable[..., Rule]) -> list[Rule]:
     """Make a rule of each name, or of each tuple of arguments."""
     return [make(*((row,) if isinstance(row, str) else row)) for row in arguments]

@@ -1,10 +1,10 @@
 """Recipes that train a reader of captchas."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import POSITIVE, WIDTH, limit, setting
 from samestep.recipe.tasks.images import STAGES, ImageRecipe
 
@@ -13,16 +13,13 @@ from samestep.recipe.tasks.images import STAGES, ImageRecipe
 class CaptchaRecognition(ImageRecipe):
     """Reading the characters of a captcha: convolutions, each halving height and width, and one head per character."""
 
-    loss_weights: ClassVar = {"character": 1.0, "string": 0.0}
-    """The loss of a whole string is the sum of its characters', and only logged."""
-
     num_validation_samples: int = setting("held-out images, drawn beside the training data", POSITIVE, decides=False)
     alphabet: str = setting("the characters that may occur")
     num_characters: int = setting("characters of an image", limit(1000))
     conv_channels: tuple[int, ...] = setting("channels of each convolution", STAGES)
     hidden_size: int = setting("width of the layer between the convolutions and the heads", WIDTH)
 
-    rules: ClassVar = [
+    rules = rows(
         Rule(
             lambda f: min(f.conv_channels, default=0) < 1,
             "conv_channels {f.conv_channels} must be positive numbers, at least one",
@@ -50,7 +47,12 @@ class CaptchaRecognition(ImageRecipe):
             "normalization is frozen, but no trained statistics exist for captchas",
             "set it to group or batch",
         ),
-    ]
+    )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term: a whole string's loss is the sum of its characters', and only logged."""
+        return {"character": 1.0, "string": 0.0}
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from samestep.errors import nearest
 from samestep.recipe.reading import format_value
 from samestep.recipe.recipe import MAX_NAMES, Parts, Recipe, register
-from samestep.recipe.rules import Rule, each
+from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import (
     FRACTION,
     LAYERS,
@@ -163,7 +163,7 @@ class CausalLmFineTuning(Recipe):
     SHAPE: ClassVar[tuple[str, ...]] = SHAPE
     """Fields of `shape`."""
 
-    rules: ClassVar = [
+    rules = rows(
         Rule(
             lambda f: f.optimizer == "adamw_8bit" and f.accumulation == "optimizer",
             "accumulation is optimizer, but optimizer is adamw_8bit, whose moments would be rounded in every micro-batch",
@@ -277,7 +277,7 @@ class CausalLmFineTuning(Recipe):
                 f"set {name} to {value}, or lora_rank to a number",
             ),
         ),
-    ]
+    )
 
     def problems(self) -> list[str]:
         kind = DRAWN[self.objective != "sft"]

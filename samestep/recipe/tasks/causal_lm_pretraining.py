@@ -1,9 +1,10 @@
 """Recipes that pretrain any causal language model."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, WIDTH, limit, setting
 from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
@@ -28,7 +29,7 @@ class CausalLmPretraining(CausalPretraining):
         "gets"
     )
 
-    rules: ClassVar = list_decoder_rules("block_size")
+    rules = rows(*list_decoder_rules("block_size"))
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Recipes that pretrain GPT-2."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import is_at_most, is_multiple
+from samestep.recipe.rules import is_at_most, is_multiple, rows
 from samestep.recipe.settings import FRACTION, LAYERS, LENGTH, POSITIVE, WIDTH, choice, setting
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
@@ -29,7 +29,7 @@ class Gpt2Pretraining(CausalPretraining):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
 
-    rules: ClassVar = [is_multiple("n_embd", "n_head"), is_at_most("block_size", "n_positions")]
+    rules = rows(is_multiple("n_embd", "n_head"), is_at_most("block_size", "n_positions"))
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Recipes that train a ResNet to classify images."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule, each
+from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, WIDTH, choice, setting
 from samestep.recipe.tasks.images import STAGES, ImageRecipe
 
@@ -14,8 +14,6 @@ BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageClassification(ImageRecipe):
     """Image classification by a ResNet."""
-
-    loss_weights: ClassVar = {"class": 1.0}
 
     # Data
     train_dir: str | None = setting("training images: CLASS/NAME.jpg, png, bmp or webp", decides=False)
@@ -49,7 +47,7 @@ class ImageClassification(ImageRecipe):
     hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
     depths: tuple[int, ...] = setting("blocks of each stage", BLOCKS)
 
-    rules: ClassVar = [
+    rules = rows(
         Rule(
             lambda f: f.validation_dir is not None and f.train_dir is None,
             "validation_dir is {f.validation_dir}, but train_dir is not set",
@@ -79,7 +77,12 @@ class ImageClassification(ImageRecipe):
             lambda f: f.normalization == "frozen" and f.model_name_or_path is None,
             "normalization is frozen, but model_name_or_path, whose statistics it takes, is not set",
         ),
-    ]
+    )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"class": 1.0}
 
     @property
     def small_shape(self) -> dict[str, Any]:

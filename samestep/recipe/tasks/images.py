@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.rules import Rule, belongs_to
+from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, PIXELS, POSITIVE, choice, setting
 
 STAGES = (
@@ -50,7 +50,7 @@ class ImageRecipe(Recipe):
         "batch normalisation by statistics of the whole step, however it is cut: exact, and 9 times slower and more"
     )
 
-    rules: ClassVar = [
+    rules = rows(
         *belongs_to("sgd", "sgd_momentum"),
         *belongs_to("adamw", "adam_beta1", "adam_beta2", "adam_epsilon"),
         Rule(
@@ -58,4 +58,4 @@ class ImageRecipe(Recipe):
             "exact_batch_norm is true, but normalization is {f.normalization}, which is exact",
             "set it to false",
         ),
-    ]
+    )

@@ -1,10 +1,10 @@
 """Recipes that pretrain a ModernBERT."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule, is_at_most
+from samestep.recipe.rules import Rule, is_at_most, rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, PROBABILITY, WIDTH, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
@@ -12,8 +12,6 @@ from samestep.recipe.tasks.text_pretraining import TextPretraining
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModernBertPretraining(TextPretraining):
     """ModernBERT pretraining: masked language modelling on runs of sentences, without next-sentence prediction."""
-
-    loss_weights: ClassVar = {"mlm": 1.0}
 
     # Data
     do_lower_case: bool = setting("lower-case and strip accents")
@@ -38,14 +36,19 @@ class ModernBertPretraining(TextPretraining):
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
 
-    rules: ClassVar = [
+    rules = rows(
         Rule(
             lambda f: f.hidden_size % (2 * f.num_attention_heads),
             "hidden_size {f.hidden_size} is not an even multiple of num_attention_heads {f.num_attention_heads}",
             "change one of them",
         ),
         is_at_most("max_seq_length", "max_position_embeddings"),
-    ]
+    )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"mlm": 1.0}
 
     @property
     def small_shape(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from samestep.recipe.recipe import Parts, register
-from samestep.recipe.rules import Rule
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, setting
 from samestep.recipe.tasks.bert import BertRecipe
 
@@ -13,8 +13,6 @@ from samestep.recipe.tasks.bert import BertRecipe
 class TextClassification(BertRecipe):
     """Fine-tuning BERT: a label, or a number, of a text or a pair of texts."""
 
-    loss_weights: ClassVar = {"label": 1.0}
-    """Cross-entropy, or the squared error of a number."""
     extra: ClassVar[str | None] = "text"
 
     # Data
@@ -41,7 +39,7 @@ class TextClassification(BertRecipe):
     freeze_embeddings: bool = setting("leave the embeddings as they are")
     metrics: tuple[str, ...] = setting("metrics of the held-out texts: ours, or of the hub", decides=False)
 
-    rules: ClassVar = [
+    rules = rows(
         Rule(
             lambda f: f.freeze_embeddings and f.model_name_or_path is None,
             "freeze_embeddings is true, but model_name_or_path is not set",
@@ -53,11 +51,16 @@ class TextClassification(BertRecipe):
             "name both, or neither",
         ),
         Rule(lambda f: not f.metrics, "metrics is empty", "name at least one, for example accuracy"),
-    ]
+    )
 
     @property
     def small_shape(self) -> dict[str, Any]:
         return super().small_shape | {"freeze_embeddings": False}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term: cross-entropy, or the squared error of a number."""
+        return {"label": 1.0}
 
 
 register(

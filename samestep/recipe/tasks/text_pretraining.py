@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.rules import Rule, belongs_to
+from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, VOCABULARY, choice, setting
 
 
@@ -50,21 +50,19 @@ class TextPretraining(Recipe):
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
 
-    rules: ClassVar = [
+    rules = rows(
         *belongs_to("muon", "muon_learning_rate", "muon_momentum", "muon_weight_decay"),
         Rule(
             lambda f: f.optimizer == "muon" and f.accumulation == "optimizer",
             "accumulation is optimizer, but optimizer is muon, which needs the whole gradient of a matrix at once",
             "set accumulation to gradient, or optimizer to adamw",
         ),
-    ]
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalPretraining(TextPretraining):
     """The fields that recipes of pretraining by next tokens share: how documents become samples."""
-
-    loss_weights: ClassVar = {"lm": 1.0}
 
     # Data
     tokenizer: str = setting(
@@ -75,14 +73,19 @@ class CausalPretraining(TextPretraining):
     packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
     document_mask: bool = setting("attention and positions stay inside a document of a block")
 
-    rules: ClassVar = [
+    rules = rows(
         Rule(
             lambda f: f.document_mask and not f.packing,
             "document_mask is true, but without packing a sample never holds two documents",
             "set it to false",
         ),
-    ]
+    )
 
     @property
     def tokens_per_sample(self) -> int | None:
         return self.block_size if self.packing else None
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"lm": 1.0}
