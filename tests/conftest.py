@@ -41,8 +41,14 @@ from varlen import reference_varlen
 from samestep import interrupt
 from samestep.data import ragged
 from samestep.models import cpu_matmul as products
-from samestep.recipe.extras import EXTRAS
+from samestep.recipe.extras import EXTRAS, optional
 from samestep.training import capacity
+
+if hypothesis := optional("hypothesis"):
+    # Beside other work an example may take seconds, which says nothing of the code
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=too_slow)
+    hypothesis.settings.load_profile("any speed")
 
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("compare")
