@@ -5,7 +5,7 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ExactTrainer": "samestep.contrib.trainer.trainer",
+    "ExactTrainer": "samestep.training.trainer",
     "Run": "samestep.training.run",
     "audit_step": "stepaudit",
     "evaluate": "samestep.training.own_loop",

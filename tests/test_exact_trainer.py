@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 from transformers import GPT2LMHeadModel, TrainingArguments
 
 from samestep import ExactTrainer
-from samestep.contrib.trainer import trainer_settings
 from samestep.errors import UsageError
+from samestep.training import trainer_settings
 
 
 @pytest.fixture

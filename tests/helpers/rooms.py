@@ -14,7 +14,7 @@ OWN = {
         pretrained_shape proof_gpu timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest exact_trainer
+        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest
         noise_scale peer_copies preferences reference replicas stragglers watch
         """.split(),
 }
@@ -35,10 +35,7 @@ SHARED = {
         """.split(),
 }
 """Room -> names of files, some tests of which need it."""
-HELPERS = {
-    "stepplan": ["odd_inputs", "odd_runs"],
-    "samestep.contrib": ["run_accumulating", "run_batch_norm", "run_own_trainer"],
-}
+HELPERS = {"stepplan": ["odd_inputs", "odd_runs"], "samestep.contrib": ["run_accumulating", "run_batch_norm"]}
 """Room -> names of helpers that need it, where pytest looks for doctests."""
 MISSING = [room for room in OWN if find_spec(room) is None]
 

@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from samestep.contrib.trainer.trainer_settings import find_setting_problems
 from samestep.errors import UsageError
 from samestep.step.accumulate import total_counts
 from samestep.step.losses import IGNORED, cross_entropy_sum, nonzero, weighted_loss
@@ -34,6 +33,7 @@ from samestep.training.own_loop import (
     find_problems,
     to_counts,
 )
+from samestep.training.trainer_settings import find_setting_problems
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}

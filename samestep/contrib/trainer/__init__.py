@@ -1,1 +1,0 @@
-"""transformers' Trainer with the exact step."""
