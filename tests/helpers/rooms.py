@@ -27,9 +27,9 @@ SHARED = {
         """.split(),
     "samestep.contrib": """
         accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint
-        conversations docs equivalence errors evaluation exact_steps exact_sum examples finetune_causal_lm
+        conversations docs equivalence errors evaluation exact_sum finetune_causal_lm
         finetune_classifier golden harness internals interrupt launch main metrics modern muon no_code optim
-        own_loops packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
+        packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
         recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding terminal
         train_images variants watching
         """.split(),
