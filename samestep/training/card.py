@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import platform
@@ -9,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -24,13 +25,16 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.schedule import Schedule
 from samestep.recipe.step_plan import GrowingSchedule
 
+if TYPE_CHECKING:  # imported by who writes a card
+    import jinja2
+
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
 UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a step had
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
 """Type in a file of safetensors -> its name in torch."""
 MAX_EVALUATIONS = 20  # rows of the table of evaluations
 FRONT = ["library_name", "license", "base_model", "pipeline_tag", "datasets", "tags"]  # order of the front matter
-TEMPLATE = str(Path(__file__).parent / "templates" / "card.md.j2")
+TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +180,7 @@ def _is_on_hub(name: str | None) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
+@functools.cache  # each is read from a long file
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that took part, those that are installed."""
     numbers = {"python": platform.python_version()}
@@ -190,6 +195,13 @@ def format_number(value: Any) -> str:
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
+
+
+@functools.cache  # `ModelCard.from_template` compiles it for every card
+def _compile_template() -> "jinja2.Template":
+    import jinja2
+
+    return jinja2.Template(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def write(
@@ -216,9 +228,7 @@ def write(
     columns = [name for name in evaluations[-1] if "/" not in name] if evaluations else []
     every = -(-len(evaluations) // MAX_EVALUATIONS)
     base = getattr(recipe, "model_name_or_path", None)
-    card = ModelCard.from_template(
-        front,
-        TEMPLATE,
+    text = _compile_template().render(
         front=front.to_yaml(original_order=FRONT),
         training=training,
         facts=_describe(training, results),
@@ -232,7 +242,7 @@ def write(
         versions=versions(),
         number=format_number,
     )
-    return str(card)
+    return str(ModelCard(text))
 
 
 def _describe(training: Training, results: Mapping[str, Any]) -> dict[str, str]:
