@@ -7,11 +7,15 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 gc.disable()  # until all tests are imported, which takes a quarter less time
+# Tests are compiled once, wherever the environment says otherwise: each process would rewrite all their assertions.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch, datasets and transformers are imported; children inherit it.
 _HOME = tempfile.TemporaryDirectory(prefix="recipes-tests-")
 os.environ.update(

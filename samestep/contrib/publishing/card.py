@@ -1,6 +1,7 @@
 """Writes the model card: what was trained on what, how, where, with which result; and uploads it with the model."""
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -8,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -22,12 +23,15 @@ from samestep.training.launch import describe_reduce_dtype
 from samestep.training.publishing import UNITS, ends_within_a_step, name_model
 from samestep.training.run import Run
 
+if TYPE_CHECKING:  # imported by who writes a card
+    import jinja2
+
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
 """Type in a file of safetensors -> its name in torch."""
 MAX_EVALUATIONS = 20  # rows of the table of evaluations
 FRONT = ["library_name", "license", "base_model", "pipeline_tag", "datasets", "tags"]  # order of the front matter
-TEMPLATE = str(Path(__file__).parent / "templates" / "card.md.j2")
+TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 
 
 class Training:
@@ -138,6 +142,7 @@ def _is_on_hub(name: str | None) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
+@functools.cache  # each is read from a long file
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that took part, those that are installed."""
     numbers = {"python": platform.python_version()}
@@ -145,6 +150,13 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             numbers[name] = version(name)
     return numbers
+
+
+@functools.cache  # `ModelCard.from_template` compiles it for every card
+def _compile_template() -> "jinja2.Template":
+    import jinja2
+
+    return jinja2.Template(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def write(
@@ -171,9 +183,7 @@ def write(
     columns = [name for name in evaluations[-1] if "/" not in name] if evaluations else []
     every = -(-len(evaluations) // MAX_EVALUATIONS)
     base = getattr(recipe, "model_name_or_path", None)
-    card = ModelCard.from_template(
-        front,
-        TEMPLATE,
+    text = _compile_template().render(
         front=front.to_yaml(original_order=FRONT),
         training=training,
         facts=_describe(training, results),
@@ -187,7 +197,7 @@ def write(
         versions=versions(),
         number=write_number,
     )
-    return str(card)
+    return str(ModelCard(text))
 
 
 def _describe(training: Training, results: Mapping[str, Any]) -> dict[str, str]:
