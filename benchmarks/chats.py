@@ -3,7 +3,7 @@
     make bench NAME=chats                                # 15 minutes on 2 cores that nothing else uses
     python benchmarks/chats.py --only sft_512 --precisions no --rounds 2
 
-A Llama with random weights learns drawn conversations (samestep/builtin/drawn_chats.py, level hard), joined to lengths
+A Llama with random weights learns drawn conversations (samestep/data/builtin/drawn_chats.py, level hard), joined to lengths
 as ragged as those of real ones: the number of questions of a conversation is log-normal. All
 programs train the same weights on the same
 token ids, with the same trained tokens, global batch, precision, optimizer and threads, every one in a process of its own.
@@ -48,7 +48,7 @@ import torch
 from clock import Stamp
 from harness import Program, peak_memory, running_time, spread, table
 
-from samestep.builtin import drawn_chats
+from samestep.data.builtin import drawn_chats
 from samestep.recipe.catalog import load
 
 WARM_UP, NUM_STEPS = 2, 4  # steps before the first round, and of each round

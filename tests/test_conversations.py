@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.builtin import doctest_chats, drawn_chats
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data import chat_templates
+from samestep.data.builtin import doctest_chats, drawn_chats
 from samestep.data.conversations import build
 from samestep.data.steps import Steps
 from samestep.errors import UsageError, exit_code

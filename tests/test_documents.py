@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.builtin import python_docs
 from samestep.data import documents, row_report
+from samestep.data.builtin import python_docs
 from samestep.data.documents import load_rows, split_documents, split_sentences
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load as load_recipe

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from samestep.builtin import drawn_chats
-from samestep.builtin.drawn_chats import LEVELS, draw_chat, find_split
+from samestep.data.builtin import drawn_chats
+from samestep.data.builtin.drawn_chats import LEVELS, draw_chat, find_split
 from samestep.errors import UsageError
 
 DAYS = ["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from samestep.builtin import python_docs
 from samestep.data import labelled_texts, row_report
+from samestep.data.builtin import python_docs
 from samestep.data.labelled_texts import Columns, find_classes, load_rows
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load

@@ -18,7 +18,7 @@ OWN_FILES = {
     "samestep/contrib/host_memory.py": "/proc/meminfo",
     "samestep/recipe/rehearsal.py": "the command line of the parent",
     "stepplan/hardware.py": "devices of the package",
-    "samestep/builtin/python_docs.py": "Python's own library",
+    "samestep/data/builtin/python_docs.py": "Python's own library",
     "samestep/data/template_process.py": "/proc/self/statm",
     "samestep/data/images.py": "an image, after its kind of file is known",
     "samestep/contrib/copies/checkpoint_store.py": "lines of a run, of any length",

@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import hash_modules, hash_parts
+from samestep.data.pixels import pixel_values
 from samestep.errors import RunError, UsageError
-from samestep.models.networks import pixel_values
 from samestep.recipe.extras import optional, require
 from samestep.recipe.tasks.captcha_recognition import CaptchaRecognition
 

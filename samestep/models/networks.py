@@ -7,16 +7,8 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
+from samestep.data.pixels import pixel_values
 from samestep.models.resnet import group_norm
-
-
-def pixel_values(images: torch.Tensor) -> torch.Tensor:
-    """Scale images, uint8 [images, height, width, channels], to [-1, 1].
-
-    Returns:
-        float32 [images, channels, height, width], contiguous in channels_last.
-    """
-    return images.permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1)
 
 
 class CaptchaReader(nn.Module, PyTorchModelHubMixin):

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from samestep.builtin import doctest_chats, drawn_chats
 from samestep.data import documents
 from samestep.data.arrow import hash_modules
+from samestep.data.builtin import doctest_chats, drawn_chats
 from samestep.data.conversation_rows import FEATURES, NAMES, READING, Source, split_name
 from samestep.data.row_report import RowReport
 from samestep.errors import UsageError

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from samestep.builtin.drawn_chats import find_split
-from samestep.builtin.python_docs import python_docstrings
+from samestep.data.builtin.drawn_chats import find_split
+from samestep.data.builtin.python_docs import python_docstrings
 
 QUESTION = "What does Python print last?\n"
 VARYING = re.compile(r"0x[0-9a-fA-F]{4,}|\.\.\.")

@@ -6,14 +6,14 @@ from typing import Any
 from samestep.errors import UsageError, nearest
 
 BUILTIN = {
-    "documents": {"builtin/python_docs": "samestep.builtin.python_docs:load_pages"},
-    "labelled texts": {"builtin/python_docs_parts": "samestep.builtin.python_docs:load_paragraphs"},
+    "documents": {"builtin/python_docs": "samestep.data.builtin.python_docs:load_pages"},
+    "labelled texts": {"builtin/python_docs_parts": "samestep.data.builtin.python_docs:load_paragraphs"},
     "conversations": {
-        "builtin/drawn_chats": "samestep.builtin.chats:load_source",
-        "builtin/drawn_pairs": "samestep.builtin.chats:load_source",
-        "builtin/doctests": "samestep.builtin.chats:load_source",
+        "builtin/drawn_chats": "samestep.data.builtin.chats:load_source",
+        "builtin/drawn_pairs": "samestep.data.builtin.chats:load_source",
+        "builtin/doctests": "samestep.data.builtin.chats:load_source",
     },
-    "images": {"builtin/digits": "samestep.builtin.digits:Digits"},
+    "images": {"builtin/digits": "samestep.data.builtin.digits:Digits"},
 }
 """Kind of samples -> `dataset_name` -> MODULE:NAME of what makes them. Captchas are a task of their own."""
 
