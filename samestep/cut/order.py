@@ -210,5 +210,18 @@ def sample_rng(seed: int, stream: int, epoch: int, sample_id: int) -> np.random.
         epoch: 0 or more.
         sample_id: 0 or more.
     """
-    key, counter = np.array([seed % 2**64, stream], np.uint64), np.array([0, 0, epoch, sample_id], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+    key: Any = _Key(np.array([seed % 2**64, stream], np.uint64))
+    return np.random.Generator(np.random.Philox(key, counter=np.array([0, 0, epoch, sample_id], np.uint64)))
+
+
+class _Key(np.random.bit_generator.ISeedSequence):
+    """A key that Philox takes unchanged, where numpy would hash a seed into a key.
+
+    `Philox(key=...)` does the same in 8 microseconds instead of 3: it asks the system for a random seed first.
+    """
+
+    def __init__(self, key: np.ndarray):
+        self.key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
+        return self.key
