@@ -84,7 +84,7 @@ def test_all_that_is_wrong_is_said_at_once():
     settings = recipe.parts.find("settings")(recipe="", on_nonfinite="skip", noise_scale_steps=5, reduce_dtype="bf16")
     starts = sorted(problem.split(" is ")[0] for problem in find_problems(recipe, settings))
     assert starts == ["noise_scale_steps", "on_nonfinite", "reduce_dtype"]
-    assert "reduce_dtype is bf16, but" in find_refusal(recipe, settings, is_sharded=True).reason, "the first one"
+    assert "noise_scale_steps is 5, but" in find_refusal(recipe, settings, is_sharded=True).reason, "the first one"
     copies = recipe.parts.find("settings")(recipe="", replicate_checkpoints=True)
     assert "no machine has a whole checkpoint" in find_refusal(None, copies, is_sharded=True).reason
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 from common import ROOT, metrics
 
+from samestep.errors import UsageError
 from samestep.training.parts import Part
 from samestep.training.reduction import Reduction
 from samestep.training.ways import PARTS, WAYS
@@ -71,7 +72,7 @@ def test_the_exact_step_needs_no_other_way(train, monkeypatch):
     flags = "--global_batch_size 6 --max_train_steps 2"
     train("default", flags, program="pretrain_gpt2")
     train("reproducible", f"{flags} --reproducible 3", program="pretrain_gpt2")
-    with pytest.raises(ModuleNotFoundError, match=r"samestep\.contrib"):
+    with pytest.raises(UsageError, match=r"needs the package samestep\.contrib"):
         train("folded", f"{flags} --accumulation optimizer --second_moment unbiased", program="pretrain_gpt2")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from samestep.errors import UsageError, nearest
-from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
+from samestep.recipe.reading import format_name, format_value, read_text, read_yaml, shipped_folder
 from samestep.recipe.recipe import ALTERNATIVES, VARIANTS, Recipe
 from samestep.recipe.recipe import TASKS as TASKS  # others take it from here
 from samestep.recipe.settings import build
@@ -178,7 +178,7 @@ def _replace_sentence(field: str, sentence: str, path: Path) -> Any:
     form = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=1000).strip()
     message = f"recipe {format_name(path)}: {field} as a sentence is read until 0.2: write {form}"
     # With the file's own line below it, not one of this program
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path, f"recipe {format_name(path)}").splitlines()
     number = next((number for number, line in enumerate(lines, 1) if line.startswith(field)), 1)
     warnings.warn_explicit(message, FutureWarning, format_name(path), number, registry=_WARNED)
     return mapping

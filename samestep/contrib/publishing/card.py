@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError
 from samestep.printing import write_number
+from samestep.recipe.reading import read_text
 from samestep.recipe.recipe import Recipe
 from samestep.training.digest import read_cpuinfo
 from samestep.training.launch import describe_reduce_dtype
@@ -156,7 +157,7 @@ def versions() -> dict[str, str]:
 def _compile_template() -> "jinja2.Template":
     import jinja2
 
-    return jinja2.Template(TEMPLATE.read_text(encoding="utf-8"))
+    return jinja2.Template(read_text(TEMPLATE, "the template of model cards"))
 
 
 def write(
