@@ -1028,6 +1028,7 @@ def test_samples_are_shown(make):
     assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
 
 
+@pytest.mark.rooms
 def test_the_command_shows_data(capsys):
     words = "show-data sft_small_cpu --objective dpo --dataset_name builtin/drawn_pairs --train_on completions"
     words += (

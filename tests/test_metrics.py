@@ -173,6 +173,7 @@ def requested_urls(monkeypatch) -> list[str]:
     return urls
 
 
+@pytest.mark.rooms
 def test_unknown_names_offline(requested_urls):
     import evaluate
 

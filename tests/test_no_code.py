@@ -120,7 +120,9 @@ def model(models, tmp_path) -> Path:
 # Recipes and what is written like them
 
 
-@pytest.mark.parametrize("place", ["file", "folder", "beside"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("file", marks=pytest.mark.rooms), pytest.param("folder", marks=pytest.mark.rooms), "beside"]
+)
 def test_metrics(place, plant, leaves_mark, ask, tmp_path, monkeypatch):
     """A path in a recipe from somebody else; and a folder here that is called as a local metric is."""
     folder = tmp_path / "accuracy"
