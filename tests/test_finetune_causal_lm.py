@@ -45,7 +45,8 @@ SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
 def flags(batch: int, cap: int, dtype: str) -> str:
-    return f"--global_batch_size {batch} --per_device_train_batch_size {cap} --dtype {dtype}"
+    """Seven steps take a batch of 10 into the second epoch."""
+    return f"--global_batch_size {batch} --per_device_train_batch_size {cap} --dtype {dtype} --max_train_steps 7"
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_a_corner_of_the_grid(case):
 def test_sharded_weights_take_the_same_steps(finetune, reference, train_on):
     """FSDP2 on two processes: DPO with its reference, adapters; from one process's checkpoint and to it."""
     cut, name = flags(10, 3, "float64"), f"{PROGRAM}/lora"
-    lora = cut + WORKLOADS["lora"] + " --lora_dropout 0.1 --eval_steps 5"
+    lora = cut + WORKLOADS["lora"] + " --lora_dropout 0.1 --eval_steps 5 --max_train_steps 10"
     whole = finetune("whole", lora)
     finetune(name, f"{lora} --stop_after_step 4")
     runs = {
@@ -228,6 +229,7 @@ def test_a_mixture_moves_between_numbers_of_processes(finetune, train_on, tmp_pa
     no_data = " ".join(f"--{field} none" for field in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
     files = f"--train_file {tmp_path}/often.jsonl {tmp_path}/seldom.jsonl --mixture_weights 2 0.5"
     more = f"{flags(7, 2, 'float64')}{WORKLOADS['gpt2']} {no_data} {files} --validation_fraction 0 --record_samples"
+    more += " --max_train_steps 10"
     whole, name = finetune("whole", more), f"{PROGRAM}/moved"
     folder = finetune(name, f"{more} --stop_after_step 3")
     for num_processes, last in ((2, 6), (3, 10)):
@@ -400,7 +402,7 @@ def test_a_run_that_goes_on_the_next_day_reads_the_same_date(finetune, tmp_path,
     data = (
         f"{no_data} --train_file {tmp_path}/rows.jsonl --validation_fraction 0 --chat_template {tmp_path}/clock.jinja"
     )
-    more = f"{flags(6, 6, 'float64')}{WORKLOADS['gpt2']} {data}"
+    more = f"{flags(6, 6, 'float64')}{WORKLOADS['gpt2']} {data} --max_train_steps 10"
     whole = finetune("whole", f"{more} --max_train_steps 4")
     parts = finetune("parts", f"{more} --max_train_steps 4 --stop_after_step 2")
     is_later = True
