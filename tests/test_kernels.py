@@ -291,7 +291,7 @@ def test_processes_choose_the_same(train, train_on):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 @pytest.mark.slow
-@pytest.mark.parametrize("program", keep(COMPILED, ["pretrain_gpt2"]))
+@pytest.mark.parametrize("program", keep(COMPILED, ["pretrain_gpt2", "finetune_classifier"]))
 def test_compiled_layers_take_the_same_steps(train, program):
     """Micro-batches of other sizes in every step, dropout by sample, without compiling anew each time.
 

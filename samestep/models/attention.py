@@ -326,18 +326,18 @@ def _row_keys(layer: Layer, tables: Tables, num_groups: int, num_repeats: int) -
     dropout = layer.dropout
     if not isinstance(dropout, noise.Dropout) or not dropout.training or not dropout.p:
         return [None] * len(tables.sources)
-    return _find_row_keys(dropout.noise.rows, layer.rows, tables, num_groups, num_repeats)
+    return _find_row_keys(dropout.noise, layer.rows, tables, num_groups, num_repeats)
 
 
-@torch.compiler.disable  # they change with every micro-batch
+@torch.compiler.disable  # they change with every micro-batch, and so do the shapes that the noise knows
 def _find_row_keys(
-    keys_of: dict[tuple[int, ...], torch.Tensor],
+    drawn: noise.Noise,
     rows: tuple[int, ...],
     tables: Tables,
     num_groups: int,
     num_repeats: int,
 ) -> list[torch.Tensor]:
-    keys = keys_of[rows].flatten()
+    keys = drawn.rows[rows].flatten()
     heads = torch.arange(num_groups * num_repeats, device=keys.device).view(num_groups, 1, num_repeats)
     # [S', 1, W'], with the parts t g, ..., t g + g - 1 of token t: the first part's number / g is the token's
     tokens = [source[:, :1] // source.shape[1] for source in tables.sources]
