@@ -314,7 +314,7 @@ def test_files_that_are_no_recipes(tmp_path):
         ("", "must hold `field: value` lines"),
         ("task: nothing", "task is 'nothing', must be one of bert_pretraining"),
         (f"extends: {bad}", "extends itself"),
-        ("extends: bert_bas", "unknown recipe 'bert_bas': did you mean bert_base"),
+        ("extends: bert_bas", "bad.yaml: extends: unknown recipe 'bert_bas': did you mean bert_base"),
         ("extends: gpt2_pretrainin", "A base is one of bert_pretraining, captcha_recognition"),
     ]:
         bad.write_text(text)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ def _list_choices(task: str) -> str:
     return "recipes for it: " + ", ".join(n for n in catalog_names() if _read(n, ancestors=())["task"] == task)
 
 
-def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
+def _read(name_or_file: str, ancestors: Sequence[str]) -> dict[str, Any]:
     """Read a recipe's values, laid over its base's; `ancestors` are the recipes that extend it."""
-    path = _find_file(name_or_file, is_extended=bool(ancestors))
+    path = _find_file(name_or_file, ancestors[-1] if ancestors else None)
     if name_or_file in ancestors:
         raise UsageError(
             f"recipe {format_name(name_or_file)} extends itself through {' -> '.join(ancestors)}: remove one `extends`"
@@ -187,21 +187,22 @@ def _replace_sentence(field: str, sentence: str, path: Path) -> Any:
 _WARNED: dict[Any, Any] = {}  # each warning is shown once
 
 
-def _find_file(name_or_file: str, is_extended: bool) -> Path:
-    """Find the file of a recipe or, where it `is_extended`, of a base; a file of one's own is not looked at."""
+def _find_file(name_or_file: str, extended_by: str | None) -> Path:
+    """Find the file of a recipe, or of a base that a recipe `extended_by` names; a file of one's own is not looked at."""
     if name_or_file.endswith((".yaml", ".yml")):
         return Path(name_or_file)
-    folders = (CATALOG, BASES) if is_extended else (CATALOG,)
+    folders = (CATALOG,) if extended_by is None else (CATALOG, BASES)
     files = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     if name_or_file not in files:
         hint = nearest(name_or_file, files)
         remedy = "Another model of its kind trains with --model_name_or_path MODEL added; a recipe of your own is a .yaml file"
-        if is_extended:
+        origin = ""
+        if extended_by is not None:
+            origin = f"recipe {format_name(extended_by)}: extends: "
             remedy = (
                 f"A base is one of {', '.join(sorted(path.stem for path in BASES.glob('*.yaml')))}, or a .yaml file"
             )
         raise UsageError(
-            f"{'extends: ' * is_extended}unknown recipe {format_value(name_or_file)}: {hint}"
-            f"{'' if hint.endswith('?') else '.'} {remedy}"
+            f"{origin}unknown recipe {format_value(name_or_file)}: {hint}{'' if hint.endswith('?') else '.'} {remedy}"
         )
     return files[name_or_file]
