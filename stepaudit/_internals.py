@@ -7,13 +7,14 @@ tests/test_internals.py fails where an upgrade changes a part that is used here.
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack  # the one way to ask
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions, synchronised or not
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # of any number of dimensions
 from torch.utils._pytree import tree_leaves, tree_map  # the one way to them
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-__all__ = ["FETCHERS", "BatchNorm", "Dropout", "LoaderIterator", "tree_leaves", "tree_map"]
+__all__ = ["FETCHERS", "GRADIENT", "BatchNorm", "Dropout", "LoaderIterator", "tree_leaves", "tree_map"]
 
 FETCHERS = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
 """Classes whose `fetch` makes each batch in the main process (torch 2.13). The `_next_index` of a `LoaderIterator` says which
@@ -23,6 +24,11 @@ samples it takes, its `__next__` returns them."""
 def get_dataset(iterator: LoaderIterator) -> Any:
     """Return the dataset that a loader's iterator draws from (torch 2.13, `_dataset`)."""
     return iterator._dataset
+
+
+def count_returned(iterator: LoaderIterator) -> int:
+    """Count the batches that a loader's iterator has returned in its epoch (torch 2.13, `_num_yielded`)."""
+    return iterator._num_yielded
 
 
 def find_table_rows(dataset: Any, numbers: list[int]) -> list[int]:
@@ -55,3 +61,22 @@ def put_last_hook_first(parameter: torch.Tensor) -> None:
 def count_changes(tensor: torch.Tensor) -> int:
     """Count the changes of a tensor in place (torch 2.13, `_version`); changes through `.data` are not counted."""
     return tensor._version
+
+
+def get_autocast_dtype(autocast: torch.autocast) -> torch.dtype | None:
+    """Return the dtype in which an autocast computes (torch 2.13, `_enabled`); None if it is switched off."""
+    return autocast.fast_dtype if autocast._enabled else None
+
+
+def switch_off(autocast: torch.autocast) -> None:
+    """Switch an autocast off before it is entered (torch 2.13, `_enabled`)."""
+    autocast._enabled = False
+
+
+GRADIENT = torch._C.TensorBase.grad
+"""Descriptor of `.grad` of all tensors; `torch.Tensor`, which is a class of Python, can have another one (torch 2.13)."""
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of torch.func (grad, vmap, jvp) computes now (torch 2.13, `torch._C._functorch`)."""
+    return peek_interpreter_stack() is not None

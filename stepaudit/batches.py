@@ -1,8 +1,11 @@
 """Finds the samples that a micro-batch computes, from the batches that DataLoaders drew and the tensors that the model got."""
 
+import copy
 import dataclasses
 import hashlib
-from collections import deque
+import random
+import types
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,8 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from stepaudit._internals import find_table_rows, get_dataset, tree_leaves
+from stepaudit._internals import count_returned, find_table_rows, get_dataset, tree_leaves
 
+MAX_ASKED = 2  # batches of which collate is asked whether it draws
 MAX_PENDING = 256  # batches that were drawn and not used; older ones are forgotten
 
 
@@ -23,12 +27,14 @@ class DrawnBatch:
         dataset: id of the loader's dataset.
         samples: indices in the dataset; None if the loader has none.
         digests: hashes of the samples before they were collated; None if they were not seen.
+        epoch: how many times the dataset was begun before.
         batch: the value that the program got. A reference is held, so that no other tensor takes its place in memory.
     """
 
     dataset: int
     samples: list[int] | None
     digests: list[str] | None
+    epoch: int
     batch: Any
 
     def __post_init__(self) -> None:
@@ -60,6 +66,16 @@ class DrawnBatch:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class UsedBatch:
+    """The part of a batch that a micro-batch computes: as of `DrawnBatch`, None for what is unknown."""
+
+    samples: list[int] | None = None
+    digests: list[str] | None = None
+    epoch: int | None = None
+    batch: Any = None
+
+
 class Batches:
     """Holds batches that were drawn until a micro-batch uses them."""
 
@@ -69,6 +85,8 @@ class Batches:
         self.newest_dataset: int | None = None  # of the batch that was drawn last
         self.evaluated_datasets: set[int] = set()  # datasets whose batches a model in evaluation was given
         self.digests: deque[list[str] | None] = deque(maxlen=MAX_PENDING)
+        self.draws_in_collate, self.num_asked = False, 0
+        self.num_begun: Counter[int] = Counter()  # epochs of each dataset
 
     def draw_index(self, next_index: Callable, iterator: Any) -> Any:
         """Draw indices in the place of a DataLoader's method, and note them."""
@@ -83,7 +101,13 @@ class Batches:
         def look(samples: Any) -> Any:
             # Without automatic collation the samples are batches already.
             self.digests.append(_hash_samples(samples) if fetcher.auto_collation else None)
-            return collate(samples)
+            states = _read_generators()
+            batch = collate(samples)
+            self.draws_in_collate |= states != _read_generators()
+            if self.num_asked < MAX_ASKED and fetcher.auto_collation:
+                self.num_asked += 1
+                self.draws_in_collate |= _differs_again(collate, samples)
+            return batch
 
         fetcher.collate_fn = look
         try:
@@ -94,13 +118,14 @@ class Batches:
     def draw_batch(self, next_batch: Callable, iterator: Any) -> Any:
         """Return the next batch in the place of a DataLoader's method, and note it as drawn."""
         self.digests.clear()
+        is_first = count_returned(iterator) == 0
         batch = next_batch(iterator)
         index = iterator.__dict__["_audit_drawn"].popleft()
         digests = self.digests.pop() if len(self.digests) == 1 else None  # workers collate elsewhere
         self.newest_dataset = id(get_dataset(iterator))
-        self.pending_batches.append(
-            DrawnBatch(self.newest_dataset, _find_samples(get_dataset(iterator), index), digests, batch)
-        )
+        self.num_begun[self.newest_dataset] += is_first
+        epoch, samples = self.num_begun[self.newest_dataset] - 1, _find_samples(get_dataset(iterator), index)
+        self.pending_batches.append(DrawnBatch(self.newest_dataset, samples, digests, epoch, batch))
         return batch
 
     def count_pending_samples(self) -> int | None:
@@ -114,7 +139,7 @@ class Batches:
         ):
             self.evaluated_datasets.add(self.newest_dataset)
 
-    def use(self, calls: Iterable[tuple[Any, tuple, dict]]) -> tuple[list[int] | None, list[str] | None, Any]:
+    def use(self, calls: Iterable[tuple[Any, tuple, dict]]) -> UsedBatch:
         """Find the batch that a micro-batch computes, and mark it as used.
 
         The batch is one whose tensors the model was given, as they are or copied. If there is none, it is the next batch of the
@@ -124,7 +149,7 @@ class Batches:
             calls: module, args and kwargs of each call of the model since the last backward.
 
         Returns:
-            Samples, digests and the batch itself; None for each that is unknown.
+            What is known of it.
         """
         tensors = [
             leaf
@@ -151,7 +176,7 @@ class Batches:
                 None,
             )
         if match is None:
-            return None, None, None
+            return UsedBatch()
         rows = match.find_rows(tensors) if match.num_samples else None
         is_again = match is self.current_batch and rows is None and not _is_whole(match, tensors)
         if match in self.pending_batches:
@@ -164,7 +189,30 @@ class Batches:
             # A second part of a batch whose parts cannot be told apart: its samples were counted with the first part.
             return [] if is_again else values if rows is None else [values[row] for row in rows]
 
-        return select(match.samples), select(match.digests), match.batch
+        return UsedBatch(select(match.samples), select(match.digests), match.epoch, match.batch)
+
+
+def _read_generators() -> tuple[bytes, Any, Any]:
+    """Read the states of the global generators of torch, random and NumPy, to be compared."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+
+
+def _differs_again(collate: Callable, samples: Any) -> bool:
+    """Tell whether a copy of a collating object makes two batches of the same samples; a function has no copy."""
+    if isinstance(collate, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    try:
+        copied = copy.deepcopy(collate)
+        first, second = (tree_leaves(to_plain(copied(copy.deepcopy(samples)))) for _ in range(2))
+    except Exception:  # of any kind: it is somebody's program, and is called once more than it expects
+        return False
+    pairs = zip(first, second, strict=False)
+    return len(first) != len(second) or any(
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and not (a.shape == b.shape and bool((a == b).all()))
+        for a, b in pairs
+    )
 
 
 def _is_whole(batch: DrawnBatch, tensors: list[torch.Tensor]) -> bool:
@@ -185,6 +233,14 @@ def describe_row(row: torch.Tensor) -> list[str]:
     end = int(differences[0][-1]) + 1 if len(differences[0]) else 0
     begin = int(differences[1][0]) if len(differences[1]) else len(row)
     return [str(tuple(row.shape)), _hash(row), _hash(row[:end]), _hash(row[begin:])]
+
+
+def sum_hashes(tensor: torch.Tensor) -> int:
+    """Return a number that depends on all numbers of a tensor, in whatever order they are: a sum of hashes modulo 2^64."""
+    numbers = np.frombuffer(_to_bytes(tensor), dtype=np.uint64)
+    numbers = (numbers ^ (numbers >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return int((numbers ^ (numbers >> np.uint64(32))).sum(dtype=np.uint64))
 
 
 def _find_samples(dataset: Any, index: Any) -> list[int] | None:
@@ -227,6 +283,8 @@ def _hash(row: torch.Tensor) -> str:
 def _to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the numbers of a tensor as bytes that do not depend on its dtype (float64 or int64)."""
     tensor = tensor.detach().cpu()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64).contiguous().numpy().tobytes()
 
 

@@ -1,6 +1,7 @@
 """Holds the causes that the audit names, and the remedy of each."""
 
 import dataclasses
+from collections.abc import Iterable
 
 GUIDE = "docs/audit.md"
 WINDOWS = (
@@ -53,16 +54,18 @@ KINDS = {
         "draw it by sample, a hash of (seed, epoch, sample id, place), from no generator; or audit with every dropout at 0.0",
     ),
     "state": Cause(
-        "a module changes its own state in every forward, so that the micro-batches of a step see other models",
-        "let it change once per step: module.eval() for all micro-batches but the first",
+        "a module changes its own state or its parameters in the forward, so that the micro-batches of a step see other models",
+        "let it change once per step, of all its micro-batches (a queue: keep their outputs, and push them behind "
+        "optimizer.step()), or not at all: module.eval()",
     ),
     "random_collate": Cause(
         "collate draws: the same samples do not give the same batch",
         "draw in the dataset, from a generator seeded by the sample: torch.Generator().manual_seed(hash of seed, epoch, index)",
     ),
     "padding": Cause(
-        "a sample's output depends on how far it is padded (is the padding masked?)",
-        "pass attention_mask, and pool with it: (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+        "what a sample gives depends on how far it is padded (is the padding masked, in the model and in the loss?)",
+        "pass attention_mask, and pool with it: (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True); in the loss "
+        "ignore_index=-100, lengths, or (loss * mask).sum()",
     ),
     "packing": Cause(
         "a sample of a packed row sees the one in front of it",
@@ -139,12 +142,17 @@ KINDS = {
         "do in front of optimizer.step(), once per step, what the hook does",
     ),
     "penalty": Cause(
-        "a term that no samples enter is added at every micro-batch",
+        "a term that no samples of the micro-batch enter is added at every micro-batch",
         "divide it by k (and not by N under DDP), or use the optimizer's weight_decay",
     ),
     "low_precision": Cause(
         "gradients are added up in 16 bits",
         "keep float32 weights and let autocast compute in 16 bits; no fp16_compress_hook",
+    ),
+    "counted_again": Cause(
+        "earlier micro-batches are computed backward again with later ones (a running total, retain_graph), and count again",
+        "loss.backward() of this micro-batch alone, and total += loss.detach() for the log; or one backward of the total, at "
+        "the end of the step",
     ),
     "emptied_between": Cause(
         "the gradient is emptied between micro-batches: only the last one counts",
@@ -232,11 +240,17 @@ class Finding:
         cause: see `KINDS`.
         where: modules, or steps.
         evidence: the numbers that show the fault.
+        is_harmless: the step is the same on every layout nevertheless; None: as `HARMLESS` says of the cause.
     """
 
     cause: str
     where: str
     evidence: str
+    is_harmless: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_harmless is None:
+            object.__setattr__(self, "is_harmless", self.cause in HARMLESS)
 
     @property
     def remedy(self) -> str:
@@ -245,3 +259,20 @@ class Finding:
 
     def __str__(self) -> str:
         return ": ".join(part for part in (CAUSES[self.cause], self.where, self.evidence) if part)
+
+
+def select_first_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Select the first finding of each cause."""
+    by_cause: dict[str, Finding] = {}
+    for finding in findings:
+        by_cause.setdefault(finding.cause, finding)
+    return list(by_cause.values())
+
+
+def list_names(names: list[str]) -> str:
+    """List the first three names, and how many more there are.
+
+    >>> list_names(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -9,6 +9,7 @@ the last state of an LSTM over padding does no harm as long as nothing is comput
 import contextlib
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,7 @@ import torch
 from torch import nn
 
 from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
-from stepaudit.causes import Finding
-from stepaudit.judge import list_names
+from stepaudit.causes import Finding, list_names
 
 MAX_SAMPLES = 8  # are enough
 TOLERANCE = 1e-6  # relative
@@ -65,19 +65,70 @@ def find_entrances(
         Findings with the causes `random_collate`, `state`, `dropout`, `batch_norm`, `mixed_samples`, `padding`; empty if every
         output depends on one sample.
     """
-    findings = []
     with fix_noise(1):
         first = collate(list(samples))
     with fix_noise(2):
         second = collate(list(samples))
     if not _are_equal(tree_leaves(first), tree_leaves(second)):
         return [Finding("random_collate", "collate", f"{len(samples)} samples, collated twice")]
+    return _Search(model, samples, collate, call, tolerance, first).find()
 
-    def record(batch: Any, seed: int = 1) -> list[Call]:
+
+class _Search:
+    """Asks one question after the other, each until it finds nothing new. The arguments are those of `find_entrances`.
+
+    Args:
+        first: the samples, collated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        collate: Callable[[list], Any],
+        call: Callable[[nn.Module, Any], torch.Tensor | None],
+        tolerance: float,
+        first: Any,
+    ):
+        self.model, self.samples, self.collate, self.call = model, samples, collate, call
+        self.tolerance, self.first = tolerance, first
+        modules = list(model.modules())
+        self.buffers = [(m, name, buffer.clone()) for m in modules for name, buffer in m.named_buffers(recurse=False)]
+
+    def find(self) -> list[Finding]:
+        """Ask all questions; what a module's state explains is asked no further."""
+        states = self._collect(self._find_state)
+        findings = _make_findings(
+            "state", states, "its output differs when the same samples come again, with the same noise"
+        )
+        if states and self._compare(self._record(self.first), self._record(self.first)) is not None:
+            return findings  # the state is in no buffer: whatever else is asked, the output differs for this reason
+        noises = self._collect(self._find_noise)
+        findings += _make_findings("dropout", noises, "its output differs for the same samples")
+        has_noise = (
+            bool(noises) and self._find_noise() is not None
+        )  # evaluation does not end it, and it depends on shapes
+        mixings = self._collect(self._find_mixing)
+        change = "its output for a sample changes with another sample of the batch"
+        for cause in ("batch_norm", "dropout", "mixed_samples"):
+            calls = [entrance for entrance in mixings if _name_cause(entrance.module, "mixed_samples") == cause]
+            findings += _make_findings(cause, calls, change)
+        if not mixings and not has_noise and (entrance := self._find_padding()) is not None:
+            cause = _name_cause(entrance.module, "padding")
+            findings += _make_findings(cause, [entrance], "its output for a sample alone differs from that in a batch")
+        return findings
+
+    def _record(self, batch: Any, seed: int = 1, is_continued: bool = False) -> list[Call]:
+        """Record a call: with the buffers as they were, or, `is_continued`, as the last call left them."""
+        for module, name, buffer in [] if is_continued else self.buffers:
+            setattr(module, name, buffer.clone())
         with fix_noise(seed):
-            return record_calls(model, lambda: call(model, batch))
+            return record_calls(self.model, lambda: self.call(self.model, batch))
 
-    def collect_calls(probe: Callable[[], Call | None]) -> list[Call]:
+    def _compare(self, calls: list[Call], others: list[Call], *rows: int) -> Call | None:
+        return _find_first_difference(calls, others, self.tolerance, *rows)
+
+    def _collect(self, probe: Callable[[], Call | None]) -> list[Call]:
         """Repeat a probe until it finds nothing new: each module that it finds is put into evaluation, and is silent then."""
         entrances: dict[nn.Module, Call] = {}
         while (entrance := probe()) is not None and entrance.module not in entrances:
@@ -85,45 +136,37 @@ def find_entrances(
             entrance.module.eval()
         return list(entrances.values())
 
-    def find_mixing() -> Call | None:
-        """Find where the first sample's rows change when another sample of the batch is replaced, and all shapes stay.
+    def _find_state(self) -> Call | None:
+        return self._compare(self._record(self.first), self._record(self.first, is_continued=True))
 
-        The second batch has one sample more: a dimension that grows with it holds rows, and has not the same size by chance
-        (experts).
+    def _find_noise(self) -> Call | None:
+        return self._compare(self._record(self.first, 1), self._record(self.first, 2))
+
+    def _find_mixing(self) -> Call | None:
+        """Find where a sample's rows change when another sample of the batch is replaced, and all shapes stay.
+
+        The first sample is watched while one behind it is replaced, and the last one while the first is. The second batch has
+        one sample more: a dimension that grows with it holds rows, and has not the same size by chance (experts).
         """
-        for place in range(len(samples) - 1, 0, -1):
-            others = [*samples[:place], samples[place - 1], *samples[place + 1 :]]
-            if _find_shapes(collate(others)) == _find_shapes(first):
-                rows = (0, 0, len(samples), len(samples) + 1)
-                return _find_first_difference(record(first), record(collate([*others, others[0]])), tolerance, *rows)
+        last = len(self.samples) - 1
+        for row, places in ((0, range(last, 0, -1)), (last, (0,))):
+            for place in places:
+                others = [*self.samples[:place], self.samples[place - 1], *self.samples[place + 1 :]]
+                if _find_shapes(self.collate(others)) != _find_shapes(self.first):
+                    continue
+                rows = (row, row, len(self.samples), len(self.samples) + 1)
+                second = self._record(self.collate([*others, others[0]]))
+                if entrance := self._compare(self._record(self.first), second, *rows):
+                    return entrance
+                break
         return None
 
-    def find_padding() -> Call | None:
-        whole = record(first)
-        for row, sample in enumerate(samples):
-            if entrance := _find_first_difference(whole, record(collate([sample])), tolerance, row, 0, len(samples), 1):
+    def _find_padding(self) -> Call | None:
+        whole = self._record(self.first)
+        for row, sample in enumerate(self.samples):
+            if entrance := self._compare(whole, self._record(self.collate([sample])), row, 0, len(self.samples), 1):
                 return entrance
         return None
-
-    def find_noise() -> Call | None:
-        return _find_first_difference(record(first, 1), record(first, 2), tolerance)
-
-    state_calls = collect_calls(lambda: _find_first_difference(record(first), record(first), tolerance))
-    findings += _make_findings(
-        "state", state_calls, "its output differs when the same samples come again, with the same noise"
-    )
-    noise_calls = collect_calls(find_noise)
-    findings += _make_findings("dropout", noise_calls, "its output differs for the same samples")
-    has_noise = bool(noise_calls) and find_noise() is not None  # evaluation does not end it, and it depends on shapes
-    mixing_calls = collect_calls(find_mixing)
-    change = "its output for a sample changes with another sample of the batch"
-    for cause in ("batch_norm", "dropout", "mixed_samples"):
-        calls = [entrance for entrance in mixing_calls if _name_cause(entrance.module, "mixed_samples") == cause]
-        findings += _make_findings(cause, calls, change)
-    if not mixing_calls and not has_noise and (entrance := find_padding()) is not None:
-        cause = _name_cause(entrance.module, "padding")
-        findings += _make_findings(cause, [entrance], "its output for a sample alone differs from that in a batch")
-    return findings
 
 
 def _name_cause(module: nn.Module, cause: str) -> str:
@@ -199,7 +242,11 @@ def _find_first_difference(
     num_rows: int = 0,
     num_other_rows: int = 0,
 ) -> Call | None:
-    """Find the first call whose inputs agree and whose outputs do not: in one sample's rows, or (num_rows 0) as a whole."""
+    """Find the first call whose inputs agree and whose outputs do not: in one sample's rows, or (num_rows 0) as a whole.
+
+    Calls are matched by the module and by the how manieth of its calls it is: noise and routing may leave modules out. Where
+    they do, the difference enters in the module around those, whose inputs agree.
+    """
 
     def agree(tensors: Tensors, other_tensors: Tensors, masks: list[torch.Tensor | None]) -> bool:
         if not num_rows:
@@ -217,13 +264,24 @@ def _find_first_difference(
             for a, b, mask in zip(tensors, other_tensors, masks, strict=True)
         )
 
-    for a, b in zip(calls, other_calls, strict=False):
-        if a.module_name != b.module_name:
-            return None
+    others = number_calls(other_calls)
+    for key, a in number_calls(calls).items():
+        if (b := others.get(key)) is None:
+            continue
         no_masks = [None] * len(a.inputs)
         if agree(a.inputs, b.inputs, no_masks) and not agree(a.outputs, b.outputs, a.use_masks):
             return a
     return None
+
+
+def number_calls(calls: list[Call]) -> dict[tuple[str, int], Call]:
+    """Number the calls of each module: (name, how many calls of it came before) -> call."""
+    counts: Counter = Counter()
+    numbered = {}
+    for call in calls:
+        numbered[call.module_name, counts[call.module_name]] = call
+        counts[call.module_name] += 1
+    return numbered
 
 
 def _rows_agree(
@@ -265,6 +323,8 @@ def _rows_agree(
 
 
 def is_close(a: torch.Tensor, b: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.is_floating_point():
         return bool((a == b).all())
     a, b = a.double(), b.double()
@@ -286,7 +346,7 @@ def _are_equal(leaves: list, other_leaves: list, tolerance: float = TOLERANCE) -
 
 def _find_leaves(value: Any) -> Tensors:
     value = dict(value) if hasattr(value, "to_tuple") else value  # ModelOutput
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
 
 
 def _copy_leaves(value: Any) -> Tensors:

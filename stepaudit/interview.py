@@ -5,14 +5,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from stepaudit import probe
 from stepaudit.micro_batch import Call, count_rows, unwrap
 from stepaudit.recording import MicroStep
+from stepaudit.terms import take_gradients
+from stepaudit.track import Track
 
 MAX_PROBES = 2  # micro-batches at which the model is asked, until it answers
+MAX_ASKED = 4  # calls of modules in each
 
 
 class Interview:
@@ -25,16 +29,21 @@ class Interview:
         is_asking: whether modules are called by a question now, and not by the program.
         probes_left: micro-batches at which the model may still be asked.
         facts: [cause, place] of each fault that the model showed; None: it was not asked, or did not answer.
+        unasked: why the model was not asked, or could not answer; empty if it did.
+        collectives: name and line of each collective that the program called between a forward and its backward.
         honours_num_items: whether the loss follows the `num_items_in_batch` that it is given; None: it was given none.
     """
 
     def __init__(self, is_wanted: bool):
         self.activations: list[probe.Activation] = []  # outputs of modules, since the last backward, as long as needed
-        self.outputs: list[torch.Tensor] = []  # of the first call
-        self.is_asking = False
+        self.outputs: list[list[torch.Tensor]] = []  # of each outermost call
+        self.is_asking, self.is_wanted = False, is_wanted
         self.generator: torch.Tensor | None = None  # the generator's state after the last outermost call
         self.probes_left = MAX_PROBES if is_wanted and os.environ.get("RANK", "0") == "0" else 0
         self.facts: list[probe.Fact] | None = None
+        self.unasked = ""
+        self.collectives: list[str] = []
+        self.has_talked = False  # since the last backward
         self.honours_num_items: bool | None = None
         self.grad = torch.autograd.grad  # while a program is recorded, it is replaced
 
@@ -46,6 +55,17 @@ class Interview:
         finally:
             self.is_asking = False
 
+    def note_collective(self, text: str) -> None:
+        """Note that the processes talk to each other: a question to one of them would wait for the others for ever."""
+        self.has_talked = True
+        if text not in self.collectives:
+            self.collectives.append(text)
+
+    def _can_ask(self) -> bool:
+        if self.has_talked:
+            self.unasked = f"all processes compute it together ({self.collectives[0]})"
+        return bool(self.probes_left) and not self.has_talked
+
     def keep_outputs(self, module: nn.Module, value: Any, calls: list[Call] | None) -> None:
         """Keep the outputs of a module: the model is asked about them before the next backward.
 
@@ -54,7 +74,7 @@ class Interview:
             calls: those since the last backward, if this one is outermost; None: it is not.
         """
         if calls is not None and probe.is_shared(module):
-            self.probes_left = 0
+            self.probes_left, self.unasked = 0, "only all processes together can compute it"
             return
         tensors = probe.find_outputs(value)
         self.activations += [
@@ -63,15 +83,14 @@ class Interview:
         if calls is None:
             return
         self.generator = torch.get_rng_state()
-        if len(calls) == 1:
-            self.outputs = tensors
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.retain_grad()
+        self.outputs.append(tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.retain_grad()
 
     def ask_loss(self, loss: Any, calls: list[Call], num_samples: int | None) -> list[probe.Fact] | None:
         """Ask whether the loss mixes samples; None: it cannot be asked. `num_samples` as of `probe.ask_loss`."""
-        if not self.probes_left or not calls or loss is None:
+        if not self._can_ask() or not calls or loss is None:
             return None
         modules = {unwrap(module) for module, *_ in calls}
         names = {module: name for model in modules for name, module in model.named_modules()}
@@ -82,33 +101,59 @@ class Interview:
             facts = [*(facts or []), ["dropout", "between the model and the loss"]]
         return facts
 
+    def ask_terms(self, loss: Any, tracks: list[Track]) -> dict[Track, list[np.ndarray]]:
+        """Ask for the gradient of each term of the loss, of the parameters of each track; empty where it has one term."""
+        is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+        if not self.is_wanted or not is_scalar or self.has_talked or not tracks or probe.allows_single_backward(loss):
+            return {}
+        parameters = [p for track in tracks for p in track.parameters if p.requires_grad]
+        try:
+            with self._asking():
+                terms = take_gradients(loss, parameters, self.grad)
+        except RuntimeError:  # reentrant checkpointing; a loss that does not depend on the parameters
+            return {}
+        if terms is None:
+            return {}
+        found = [dict(zip(map(id, parameters), term, strict=True)) for term in terms]
+        return {track: [track.sketch(term.get(id(p)) for p in track.parameters) for term in found] for track in tracks}
+
     def ask_model(self, loss_facts: list[probe.Fact] | None, calls: list[Call]) -> None:
-        """Ask the module that was called first. A module that mixes samples is a better answer than a loss that does."""
-        if not self.probes_left or not calls:
+        """Ask the modules that were called. A module that mixes samples is a better answer than a loss that does."""
+        if not self._can_ask() or not calls:
             return
         self.probes_left -= 1
-        num_rows = count_rows(calls)
-        if num_rows < 2:
-            return
-        module, args, kwargs = calls[0]
-        output_numbers = {
-            number for number, output in enumerate(self.outputs) if output.grad is not None and output.grad.any()
-        }
-        for output in self.outputs:
-            if not output.is_leaf:
-                output.grad = None
-        with self._asking():
-            model_facts = probe.ask_model(unwrap(module), args, kwargs, output_numbers, num_rows)
-        if loss_facts is not None or model_facts is not None:
-            mixing_causes = {"batch_norm", "mixed_samples"} & {cause for cause, _ in model_facts or []}
-            self.facts = (model_facts or []) + [
+        answers: list[list[probe.Fact]] = []
+        for call, outputs in list(zip(calls, self.outputs, strict=False))[:MAX_ASKED]:
+            with self._asking():
+                facts = self._ask_call(call, outputs)
+            answers += [] if facts is None else [facts]
+        if loss_facts is not None or answers:
+            model_facts = [fact for facts in answers for fact in facts]
+            mixing_causes = {"batch_norm", "mixed_samples"} & {cause for cause, _ in model_facts}
+            self.facts = model_facts + [
                 fact for fact in loss_facts or [] if not (mixing_causes and fact[0] != "dropout")
             ]
             self.probes_left = 0
 
+    def _ask_call(self, call: Call, outputs: list[torch.Tensor]) -> list[probe.Fact] | None:
+        """Ask one call of a module; None: it cannot be asked."""
+        module, args, kwargs = call
+        num_rows = count_rows([call])
+        used = {number for number, output in enumerate(outputs) if output.grad is not None and output.grad.any()}
+        counts_padding = num_rows > 1 and probe.ask_padding(args, kwargs, outputs, num_rows)
+        for output in outputs:
+            if not output.is_leaf:
+                output.grad = None
+        facts, reason = probe.ask_model(unwrap(module), args, kwargs, used, num_rows)
+        self.unasked = self.unasked or reason
+        if counts_padding and not facts:
+            place = f"the loss, at padded positions of what {type(unwrap(module)).__name__} returns"
+            facts = [["padding", place]]
+        return facts
+
     def ask_num_items(self, micro_step: MicroStep, call: Call) -> None:
         """Ask once whether the loss follows the `num_items_in_batch` of a call, if it is given one."""
-        if micro_step.num_items is None or self.honours_num_items is not None:
+        if micro_step.num_items is None or self.honours_num_items is not None or self.has_talked:
             return
         with self._asking():
             self.honours_num_items = honours_num_items(*call)
@@ -117,6 +162,7 @@ class Interview:
         """Let go of the forward's outputs, after the backward."""
         self.activations.clear()
         self.outputs.clear()
+        self.has_talked = False
 
 
 def honours_num_items(module: nn.Module, args: tuple, kwargs: dict) -> bool | None:

@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepaudit._internals import tree_leaves
-from stepaudit.batches import describe_row, to_plain
+from stepaudit.batches import describe_row, sum_hashes, to_plain
 from stepaudit.masks import read_stop_ids
 from stepaudit.recording import MicroStep
 
+MAX_TENSORS, MAX_NUMBERS = 4, 10**6  # that are described beside the first one, and their largest size
 Call = tuple[nn.Module, tuple, dict]
 """A call of a module: the module, its arguments, and those that are given by name."""
 
@@ -26,16 +27,19 @@ def describe_call(micro_step: MicroStep, calls: list[Call], batch: Any) -> Call 
     for call in calls:
         named_inputs, tensors = find_tensors(call)
         if tensors:
-            _describe_inputs(micro_step, call[0], named_inputs, tensors[0], batch)
+            _describe_inputs(micro_step, call[0], named_inputs, tensors, batch)
             return call
     return None
 
 
 def _describe_inputs(
-    micro_step: MicroStep, module: nn.Module, named_inputs: dict, first_tensor: torch.Tensor, batch: Any
+    micro_step: MicroStep, module: nn.Module, named_inputs: dict, tensors: list[torch.Tensor], batch: Any
 ) -> None:
-    micro_step.num_rows = len(first_tensor)
+    first_tensor = tensors[0]
+    micro_step.num_rows, micro_step.num_numbers = len(first_tensor), first_tensor.numel()
     micro_step.rows = [describe_row(row) for row in first_tensor]
+    micro_step.values = sum_hashes(first_tensor)
+    _describe_others(micro_step, tensors, batch)
     labels = named_inputs.get("labels", batch.get("labels") if hasattr(batch, "get") else None)
     if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
         micro_step.num_labels = int((labels != -100).sum())
@@ -58,6 +62,20 @@ def _describe_inputs(
         micro_step.num_items = float(named_inputs["num_items_in_batch"])
 
 
+def _describe_others(micro_step: MicroStep, tensors: list[torch.Tensor], batch: Any) -> None:
+    """Describe the further tensors that the model was given, or that came in the same batch (masks, targets, negatives)."""
+    seen = {tensors[0].untyped_storage().data_ptr()}
+    for tensor in [*tensors[1:], *(leaf for leaf in tree_leaves(to_plain(batch)) if isinstance(leaf, torch.Tensor))]:
+        storage = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        if storage in seen or not tensor.ndim or tensor.numel() > MAX_NUMBERS or tensor.grad_fn is not None:
+            continue
+        seen.add(storage)
+        if len(tensor) == len(tensors[0]) and len(micro_step.other_rows) < MAX_TENSORS:
+            micro_step.other_rows.append([describe_row(row) for row in tensor])
+        elif len(tensor) != len(tensors[0]) and len(micro_step.shared) < MAX_TENSORS:
+            micro_step.shared.append(describe_row(tensor)[:2])
+
+
 def find_tensors(call: Call) -> tuple[dict, list[torch.Tensor]]:
     """Find the inputs that a call is given by name, and its tensors with rows [rows, ...]."""
     _, args, kwargs = call
@@ -74,7 +92,8 @@ def _find_denominators(first_tensor: torch.Tensor, batch: Any) -> dict[str, int]
     leaves = batch.items() if hasattr(batch, "items") else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
     for key, leaf in leaves:
         name = key if isinstance(key, str) else f"batch[{key}]"
-        if isinstance(leaf, torch.Tensor) and leaf.ndim >= 1 and not leaf.is_floating_point():
+        is_whole = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
+        if is_whole and leaf.ndim >= 1:
             padding = -100 if "label" in name or (leaf < 0).any() else 0
             denominators[f"values other than {padding} in {name}"] = int((leaf != padding).sum())
             if leaf.ndim > 1:

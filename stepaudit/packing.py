@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepaudit.causes import Finding
-from stepaudit.entrance import Call, is_close, record_calls
+from stepaudit.entrance import Call, is_close, number_calls, record_calls
 from stepaudit.errors import UsageError
 
 TOLERANCE = 1e-5  # relative; float32, and rows are summed in another order
@@ -109,16 +109,8 @@ def _find_first_mixing(
     their names and by the how manieth of their calls it is.
     """
 
-    def number(calls: list[Call]) -> dict[tuple[str, int], Call]:
-        counts: dict[str, int] = {}
-        numbered = {}
-        for call in calls:
-            counts[call.module_name] = counts.get(call.module_name, -1) + 1
-            numbered[call.module_name, counts[call.module_name]] = call
-        return numbered
-
-    numbered_samples = [number(calls) for calls in sample_calls]
-    for key, call in number(packed_calls).items():
+    numbered_samples = [number_calls(calls) for calls in sample_calls]
+    for key, call in number_calls(packed_calls).items():
         if not all(key in calls for calls in numbered_samples):
             continue
         alone = [calls[key] for calls in numbered_samples]

@@ -37,7 +37,7 @@ def is_shared(module: nn.Module) -> bool:
     )
 
 
-def _allows_single_backward(loss: torch.Tensor) -> bool:
+def allows_single_backward(loss: torch.Tensor) -> bool:
     """Tell whether a custom autograd function of the graph holds tensors by itself, not by `save_for_backward`.
 
     Its backward may use them up, and the backward of the program would then fail.
@@ -74,7 +74,7 @@ def ask_loss(
     activations = [
         activation for activation in activations if len(activation[2]) and len(activation[2]) % num_rows == 0
     ]
-    if not activations or _allows_single_backward(loss):
+    if not activations or allows_single_backward(loss):
         return None
     try:
         gradients = grad(loss, [output for *_, output in activations], retain_graph=True, allow_unused=True)
@@ -115,7 +115,10 @@ def ask_loss(
     name, module, _ = activations[low]
     if EXPERT_NAME.search(f"{name} {type(module).__name__}"):
         return [["expert_balance", _name_module(name, module)]]
-    return [["batch_norm" if isinstance(module, BatchNorm) else "mixed_samples", _name_module(name, module)]]
+    if isinstance(module, BatchNorm):
+        return [["batch_norm", _name_module(name, module)]]
+    before, place = _name_module(*activations[low - 1][:2]), _name_module(name, module)
+    return [["mixed_samples", f"{place}, or between {before} and it"]]
 
 
 def _find_own_rows(num_rows: int, num_samples: int | None) -> torch.Tensor:
@@ -142,10 +145,11 @@ def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, own_rows: torch.Ten
     # derivative with respect to all other samples' rows is 0 if samples are not mixed.
     num_sample_rows = len(activation) // len(own_rows)
     generator = torch.Generator().manual_seed(1)
-    direction = torch.randn(gradient[:num_sample_rows].shape, generator=generator, dtype=torch.float64).to(gradient)
-    (second_gradient,) = grad(
-        (gradient[:num_sample_rows] * direction).sum(), activation, retain_graph=True, allow_unused=True
-    )
+    sample_gradient = gradient[:num_sample_rows]
+    if sample_gradient.is_complex():
+        sample_gradient = torch.view_as_real(sample_gradient)
+    direction = torch.randn(sample_gradient.shape, generator=generator, dtype=torch.float64).to(sample_gradient)
+    (second_gradient,) = grad((sample_gradient * direction).sum(), activation, retain_graph=True, allow_unused=True)
     if second_gradient is None:
         return False
     other_rows = ~own_rows.repeat_interleave(num_sample_rows).to(second_gradient.device)
@@ -160,36 +164,125 @@ def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, own_rows: torch.Ten
 
 def ask_model(
     module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int
-) -> list[Fact] | None:
+) -> tuple[list[Fact] | None, str]:
     """Tell whether a call of a model is a function of one sample at a time, and where it stops being one.
 
+    A copy of the model is computed in float64, or in float32 where the model makes numbers of that kind itself.
+
     Args:
-        module: the model; a copy of it is computed.
+        module: the model.
         args, kwargs: of the call.
         output_numbers: places of those returned tensors on which the loss depends.
         num_rows: samples of the micro-batch.
 
     Returns:
-        Facts with the causes of `find_entrances`; None where the model cannot be asked.
+        Facts with the causes of `find_entrances`, None where the model cannot be asked; and why it cannot, else empty.
     """
-    if num_rows < 2 or sum(parameter.numel() for parameter in module.parameters()) > MAX_PARAMETERS:
-        return None
-    try:
-        model = copy.deepcopy(module).double()
-        for part in model.modules():
-            if isinstance(part, Dropout) and type(part).__module__ != Dropout.__module__:
-                part.eval()  # a program's own noise may be a function of the sample, which cannot be told here
-        selection, samples = _RowSelection(args, kwargs, num_rows), range(num_rows)[:MAX_SAMPLES]
-        findings = find_entrances(model, samples, selection.select, _Objective(output_numbers), TOLERANCE)
-        facts = [[finding.cause, finding.where] for finding in findings]
-        experts = [
-            _name_module(name, part) for name, part in model.named_modules() if EXPERT_NAME.search(type(part).__name__)
-        ]
-        if experts and not facts and not _is_sum(model, selection, output_numbers, samples):
-            facts = [["expert_balance", experts[0]]]
-    except Exception:  # of any kind: the model is somebody's program, and is asked what it was not written for
-        return None
+    if num_rows < 2:
+        return None, "a micro-batch has one row"
+    if (num_numbers := sum(parameter.numel() for parameter in module.parameters())) > MAX_PARAMETERS:
+        return None, f"it has {num_numbers:,} parameters"
+    reason = ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            return _ask_copy(module, args, kwargs, output_numbers, num_rows, dtype), ""
+        except (
+            Exception
+        ) as error:  # of any kind: the model is somebody's program, and is asked what it was not written for
+            message = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {message[0][:120] if message else ''}"
+    return None, reason
+
+
+def _ask_copy(
+    module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int, dtype: torch.dtype
+) -> list[Fact]:
+    model = _cast(copy.deepcopy(module), dtype)
+    for part in model.modules():
+        if isinstance(part, Dropout) and type(part).__module__ != Dropout.__module__:
+            part.eval()  # a program's own noise may be a function of the sample, which cannot be told here
+    selection, samples = _RowSelection(args, kwargs, num_rows, dtype), range(num_rows)[:MAX_SAMPLES]
+    findings = find_entrances(model, samples, selection.select, _Objective(output_numbers), TOLERANCE)
+    facts = [[finding.cause, finding.where] for finding in findings]
+    experts = [title for name, part in model.named_modules() if EXPERT_NAME.search(title := _name_module(name, part))]
+    # Of other models: a loss of two means is no weighted sum either, and mixes nothing
+    if experts and not facts and not _is_sum(model, selection, output_numbers, samples):
+        facts = [["expert_balance", experts[0]]]
+    if not facts and (name := _find_mixed_gradient(model, selection, output_numbers, samples)):
+        facts = [["mixed_samples", f"{name}, whose gradient for a sample changes with other samples"]]
     return facts
+
+
+def _find_mixed_gradient(
+    model: nn.Module, selection: "_RowSelection", output_numbers: set[int], samples: Sequence[int]
+) -> str:
+    """Find a parameter whose gradient from a batch is not the sum of those from its samples; empty if there is none.
+
+    Outputs may depend on one sample each, and gradients not: an embedding that divides by how often a row occurs.
+    """
+
+    def compute_gradients(rows: Sequence[int]) -> list[torch.Tensor | None] | None:
+        args, kwargs = selection.select(rows, keep_width=True)
+        with fix_noise(1):
+            outputs = [o for n, o in enumerate(find_outputs(model(*args, **kwargs))) if n in output_numbers]
+        outputs = [output for output in outputs if output.requires_grad]
+        if not outputs or any(not output.ndim or len(output) != len(rows) for output in outputs):
+            return None
+        total = torch.stack([output.abs().square().sum() for output in outputs]).sum()
+        return list(torch.autograd.grad(total, list(named.values()), allow_unused=True))
+
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if (whole := compute_gradients(samples)) is None:
+        return ""
+    parts = [part for sample in samples if (part := compute_gradients([sample])) is not None]
+    dense = [
+        [None if gradient is None else gradient.to_dense() for gradient in gradients] for gradients in (whole, *parts)
+    ]
+    length = torch.stack([gradient.norm() for gradient in dense[0] if gradient is not None]).norm()
+    for name, gradient, *sample_gradients in zip(named, *dense, strict=True):
+        if gradient is None or gradient.norm() <= TOLERANCE * length:
+            continue
+        if (gradient - sum(g for g in sample_gradients if g is not None)).norm() > TOLERANCE * gradient.norm():
+            return name
+    return ""
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a module or a tensor to `dtype`, complex numbers to the complex dtype of that precision; leave whole numbers."""
+    complex_dtype = dtype.to_complex()
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype if value.is_floating_point() else complex_dtype if value.is_complex() else value.dtype)
+    value.to(dtype)  # leaves complex numbers
+    for tensor in [*value.parameters(), *value.buffers()]:
+        if tensor.is_complex():
+            tensor.data = tensor.data.to(complex_dtype)
+    return value
+
+
+def ask_padding(args: tuple, kwargs: dict, outputs: list[torch.Tensor], num_rows: int) -> bool:
+    """Tell whether the loss depends on what the model returns at padded positions.
+
+    Args:
+        args, kwargs: of the call.
+        outputs: tensors that it returned [rows, positions, ...], after the backward, with their gradients.
+        num_rows: samples of the micro-batch.
+    """
+    selection = _RowSelection(args, kwargs, num_rows, torch.float32)
+    if selection.lengths is None:
+        return False
+    positions = torch.arange(selection.width)
+    if selection.is_left_padded:
+        positions = positions.flip(0)
+    is_padding = positions >= selection.lengths[:, None]  # [rows, width]
+    for gradient in [output.grad for output in outputs if output.grad is not None and output.ndim > 1]:
+        if gradient.shape[:2] == is_padding.T.shape != is_padding.shape:
+            gradient = gradient.transpose(0, 1)  # [positions, rows, ...]
+        if gradient.shape[:2] != is_padding.shape:
+            continue
+        gradients = gradient.detach().reshape(*is_padding.shape, -1).cpu()
+        if (gradients != 0).any(2)[is_padding].any():
+            return True
+    return False
 
 
 def _is_sum(model: nn.Module, selection: "_RowSelection", output_numbers: set[int], samples: Sequence[int]) -> bool:
@@ -198,7 +291,8 @@ def _is_sum(model: nn.Module, selection: "_RowSelection", output_numbers: set[in
     The numbers of tokens of each expert pass no gradient and have no second derivative: they are seen here only.
     """
 
-    def compute_gradient(rows: Sequence[int]) -> list[torch.Tensor] | None:
+    def compute_gradients(rows: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Compute the gradient of each loss."""
         args, kwargs = selection.select(rows)
         with fix_noise(1):
             outputs = find_outputs(model(*args, **kwargs))
@@ -207,17 +301,26 @@ def _is_sum(model: nn.Module, selection: "_RowSelection", output_numbers: set[in
             for number, output in enumerate(outputs)
             if number in output_numbers and not output.ndim and output.requires_grad
         ]
-        if not losses:
-            return None
-        gradients = torch.autograd.grad(losses[0], parameters, allow_unused=True)
         return [
-            torch.zeros(1) if gradient is None else gradient.flatten()[:MAX_NUMBERS].cpu() for gradient in gradients
+            [
+                torch.zeros(1) if gradient is None else gradient.flatten()[:MAX_NUMBERS].cpu()
+                for gradient in torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+            ]
+            for loss in losses
         ]
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if (batch_gradient := compute_gradient(samples)) is None:
+    if not (batch_gradients := compute_gradients(samples)):
         return True
-    sample_gradients = [compute_gradient([sample]) for sample in samples]
+    of_samples = [compute_gradients([sample]) for sample in samples]
+    return all(
+        _is_weighted_sum(gradient, [gradients[number] for gradients in of_samples])
+        for number, gradient in enumerate(batch_gradients)
+    )
+
+
+def _is_weighted_sum(batch_gradient: list[torch.Tensor], sample_gradients: list[list[torch.Tensor]]) -> bool:
+    """Tell whether a gradient, in parts of the parameters, is a weighted sum of those of single samples."""
     # Least squares: weights [samples] of the gradients of single samples, the columns of [numbers, samples].
     flat = torch.cat(batch_gradient)
     matrix = torch.stack([torch.cat(gradients) for gradients in sample_gradients], 1)
@@ -239,7 +342,7 @@ class _Objective:
         args, kwargs = batch
         outputs = find_outputs(model(*args, **kwargs))
         values = [
-            output.square().sum()
+            output.abs().square().sum()
             for number, output in enumerate(outputs)
             if number in self.output_numbers and output.requires_grad
         ]
@@ -247,22 +350,28 @@ class _Objective:
 
 
 def find_outputs(value: Any) -> list[torch.Tensor]:
-    """Find the floating point tensors in the value that a module returned."""
+    """Find the floating point and complex tensors in the value that a module returned."""
     value = dict(value) if hasattr(value, "to_tuple") else value
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
 
 
 class _RowSelection:
     """Selects rows of the arguments of a call, without the padding that the rows do not need."""
 
-    def __init__(self, args: tuple, kwargs: dict, num_rows: int):
-        self.call = tree_map(_detach, (args, _to_dicts(kwargs)))
+    def __init__(self, args: tuple, kwargs: dict, num_rows: int, dtype: torch.dtype):
+        def detach(leaf: Any) -> Any:
+            return _cast(leaf.detach(), dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+        self.call = tree_map(detach, (args, _to_dicts(kwargs)))
         self.num_rows = num_rows
         self.width, self.lengths, self.is_left_padded = self._find_padding()
 
-    def select(self, rows: Sequence[int]) -> tuple[tuple, dict]:
+    def select(self, rows: Sequence[int], keep_width: bool = False) -> tuple[tuple, dict]:
+        """Select rows; `keep_width`: with the padding of the whole batch."""
         indices = torch.as_tensor(list(rows))
-        max_length = self.width if self.lengths is None else int(self.lengths[indices].max())
+        is_whole = self.lengths is None or keep_width
+        max_length = self.width if is_whole else int(self.lengths[indices].max())
 
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != self.num_rows:
@@ -283,7 +392,7 @@ class _RowSelection:
             whether the padding is on the left.
         """
         leaves = [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor) and leaf.ndim in (2, 3)]
-        rows = [leaf for leaf in leaves if len(leaf) == self.num_rows and leaf.shape[1] > 1]
+        rows = [leaf for leaf in leaves if len(leaf) == self.num_rows and leaf.shape[1] > 1 and not leaf.is_complex()]
         masks = [
             leaf
             for leaf in rows
@@ -311,13 +420,6 @@ class _RowSelection:
 
 def _to_dicts(kwargs: dict) -> dict:
     return {name: dict(value) if hasattr(value, "keys") else value for name, value in kwargs.items()}
-
-
-def _detach(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    leaf = leaf.detach()
-    return leaf.double() if leaf.is_floating_point() else leaf
 
 
 def _name_module(name: str, module: nn.Module) -> str:

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
+from stepaudit import waiting
 from stepaudit.errors import UsageError
 from stepaudit.recording import Recording
 
@@ -25,7 +26,13 @@ TIMEOUT = 300  # seconds for all cuts of one number of processes
 
 
 def run(
-    command: list[str], num_processes: int, title: str, timeout: float, variables: Mapping[str, str] | None = None
+    command: list[str],
+    num_processes: int,
+    title: str,
+    timeout: float,
+    variables: Mapping[str, str] | None = None,
+    stacks: Path | None = None,
+    announce: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run a command in `num_processes` processes, in the environment that torchrun gives; the first failure ends all of them.
 
@@ -33,6 +40,8 @@ def run(
         title: names the command in messages.
         timeout: in seconds.
         variables: of the environment, besides.
+        stacks: folder into which the processes write their stacks (`waiting.py`).
+        announce: is told where they are, after 30 seconds, and whenever twice the time has gone.
 
     Raises:
         UsageError: a process failed (with the end of its output), or the command took longer than `timeout` seconds.
@@ -66,12 +75,18 @@ def run(
             )
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
-        deadline = time.monotonic() + timeout
+        start, next_report = time.monotonic(), 1.1 * waiting.SECONDS
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            if time.monotonic() > deadline:
-                raise UsageError(
-                    f"{title} took longer than {timeout:g} seconds: does a process wait, or is more time needed?"
-                )
+            seconds = time.monotonic() - start
+            if seconds > min(next_report, timeout):
+                places = waiting.describe_stacks(stacks, num_processes) if stacks else ""
+                if seconds > timeout:
+                    rule = "does a process wait, or is more time needed (--timeout)?"
+                    raise UsageError(
+                        ": ".join(filter(None, [f"{title} took longer than {timeout:g} seconds", places, rule]))
+                    )
+                announce(f"{title} has run for {seconds:.0f} s: {places or 'no process has computed yet'}")
+                next_report *= 2
             time.sleep(0.02)
         if any(codes):
             failed = [rank for rank, code in enumerate(codes) if code]

@@ -1,7 +1,8 @@
 """Runs a program as `python PROGRAM ARGS` would, and records it: python -m stepaudit.program FOLDER STEPS PROGRAM ARGS
 
 STEPS is how many steps are recorded, 0 for all. Parameters are put back after each step. With STEPS:train they move on; with
-STEPS:kill they do, too, and the program ends as if it were killed when the next step begins, and nothing is recorded.
+STEPS:kill they do, too, and the program ends as if it were killed when the next step begins, and nothing is recorded. With
+STEPS:full they are put back, and what the program computes in 16 bits is computed in float32.
 """
 
 import multiprocessing
@@ -17,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepaudit.record import EnoughSteps, Recorder
+from stepaudit.waiting import write_stacks
 
 FAILURE_FILE = "failed"  # in FOLDER: says that the recorder failed, not the program
 
@@ -28,8 +30,11 @@ def main(folder: str, steps: str, program: str, *argv: str) -> None:
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = program
     num_steps, _, mode = steps.partition(":")
-    recorder = Recorder(0 if mode == "kill" else int(num_steps), keep_parameters=not mode)
+    recorder = Recorder(
+        0 if mode == "kill" else int(num_steps), keep_parameters=mode in ("", "full"), is_full=mode == "full"
+    )
     code, pid = 0, os.getpid()
+    write_stacks(Path(folder), int(os.environ.get("RANK", "0")))
     _count_children(recorder)
     # It can wait for ever while DistributedDataParallel is alive, as accelerator.end_training() calls it.
     torch.distributed.destroy_process_group = lambda *_, **__: None

@@ -20,13 +20,13 @@ def project(tensor: torch.Tensor, signs_cache: Signs) -> torch.Tensor:
     nothing in common. A projection is as fast as a norm.
 
     Args:
-        tensor: any shape and dtype.
+        tensor: any shape, dtype and layout. A complex number counts as two, a sparse tensor as the dense one.
         signs_cache: signs that earlier calls drew; new ones are added.
 
     Returns:
-        [size(n)], float64 of float64, float32 of all else.
+        [size(tensor)], float64 of float64 and complex128, float32 of all else.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = _to_numbers(tensor)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     if flat.numel() <= EXACT_SIZE:
         return flat
@@ -39,9 +39,16 @@ def project(tensor: torch.Tensor, signs_cache: Signs) -> torch.Tensor:
     return projected
 
 
-def size(num_numbers: int) -> int:
-    """Return the size of the projection of a tensor of `num_numbers` numbers."""
-    return min(num_numbers, EXACT_SIZE)
+def _to_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers of a tensor [any], dense."""
+    tensor = tensor.detach()
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def size(tensor: torch.Tensor) -> int:
+    """Return the size of the projection of a tensor."""
+    return min(tensor.numel() * (2 if tensor.is_complex() else 1), EXACT_SIZE)
 
 
 def sketch(tensors: Iterable[torch.Tensor | None], parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -57,7 +64,7 @@ def sketch(tensors: Iterable[torch.Tensor | None], parameters: list[torch.Tensor
     parts = []
     for tensor, parameter in zip(tensors, parameters, strict=True):
         if tensor is None:
-            parts.append(torch.zeros(size(parameter.numel()), dtype=torch.float64))
+            parts.append(torch.zeros(size(parameter), dtype=torch.float64))
         else:
             full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             parts.append(project(full_tensor, _SIGNS_CACHE).double().cpu())

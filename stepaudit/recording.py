@@ -23,6 +23,7 @@ class MicroStep:
         loss: the number that the backward started from; None if it was not a single number.
         samples: indices in the dataset, if a DataLoader made the batch of them; else None.
         digests: hashes of the samples before they were collated, if these could be seen; else None.
+        epoch: how many times the program had begun the dataset before; None if no DataLoader made the batch.
         num_rows: samples given to the model; None if unknown.
         rows: for each sample the shape and three hashes of its row in the first tensor that the model was given: whole, and
             without the padding on the right or on the left; None if unknown.
@@ -31,6 +32,11 @@ class MicroStep:
         num_items: the `num_items_in_batch` that the model was given.
         counts: [terms], targets of each loss term, where these are known.
         denominators: other numbers by which a mean may have been divided: name -> number.
+        terms: sketch of the gradient of each term of the loss, where it has several and they were asked; else None.
+        num_numbers: of the first tensor that the model was given; `values`: a number that depends on all of them, in any order.
+        other_rows: like `rows`, of further tensors with rows; `shared`: shape and hash of tensors without.
+        is_assigned: the program assigned the gradient itself; `part` is what it added to that before.
+        initial_gradient: like `gradient`, before the backward; None once the optimizer has stepped.
     """
 
     gradient: np.ndarray
@@ -42,6 +48,7 @@ class MicroStep:
     loss: float | None = None
     samples: list[int] | None = None
     digests: list[str] | None = None
+    epoch: int | None = None
     num_rows: int | None = None
     rows: list[list[str]] | None = None
     num_labels: int | None = None
@@ -50,6 +57,13 @@ class MicroStep:
     num_items: float | None = None
     counts: list[int] | None = None
     denominators: dict[str, int] = dataclasses.field(default_factory=dict)
+    terms: list[np.ndarray] | None = None
+    num_numbers: int | None = None
+    values: int | None = None
+    other_rows: list[list[list[str]]] = dataclasses.field(default_factory=list)
+    shared: list[list[str]] = dataclasses.field(default_factory=list)
+    is_assigned: bool = False
+    initial_gradient: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -67,6 +81,9 @@ class Step:
         is_clipped_early: torch clipped the gradient, and something changed it between the clipping and the step.
         dtype: of 16 bits, if all numbers of the gradient fit in it; else empty.
         num_averages: changes of an average of the weights that were seen since the previous step.
+        averages: float64, random sums of all modules that follow the weights, after the step.
+        moved: float64 [numbers of the sketch], the parameters before the step, if not the step before has left them so.
+        is_by_closure: the gradient is the first that the optimizer asked a closure for.
     """
 
     gradient: np.ndarray
@@ -79,6 +96,9 @@ class Step:
     is_clipped_early: bool = False
     dtype: str = ""
     num_averages: int = 0
+    averages: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    moved: np.ndarray | None = None
+    is_by_closure: bool = False
 
 
 @dataclasses.dataclass
@@ -94,11 +114,17 @@ class Recording:
         dropouts: modules that draw noise.
         hooked_parameters: parameters with hooks of the program on their gradients.
         facts: [cause, place] of each fault that the model showed when it was asked again (`probe.py`); None: it was not asked.
+        unasked: why the model was not asked, or could not answer; else empty.
         honours_num_items: whether the model's loss follows the `num_items_in_batch` that it is given; None: it is given none.
         weights: float64 [numbers of the sketch], the parameters before the first step; `signs`: their signs.
+        has_moved: parameters were not put back after each step, as something follows them: errors go on into later steps.
+        draws_in_collate: collate draws random numbers.
+        collectives: name and line of each collective between a forward and its backward.
+        short_dtypes: of 16 bits, in which the program has computed, or in which its parameters are.
         num_children: processes that the program started, not counting those that load data.
         steps: in order.
         unfinished_micro_steps: backwards after the last step.
+        is_cut_off: the audit has ended the program, so that a step may be missing that would have come.
         other_recordings: of further optimizers.
     """
 
@@ -112,12 +138,18 @@ class Recording:
     dropouts: list[str] = dataclasses.field(default_factory=list)
     hooked_parameters: list[str] = dataclasses.field(default_factory=list)
     facts: list[list[str]] | None = None
+    unasked: str = ""
     honours_num_items: bool | None = None
     weights: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     signs: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    has_moved: bool = False
+    draws_in_collate: bool = False
+    collectives: list[str] = dataclasses.field(default_factory=list)
+    short_dtypes: list[str] = dataclasses.field(default_factory=list)
     num_children: int = 0
     steps: list[Step] = dataclasses.field(default_factory=list)
     unfinished_micro_steps: list[MicroStep] = dataclasses.field(default_factory=list)
+    is_cut_off: bool = False
     other_recordings: list["Recording"] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:

@@ -36,10 +36,14 @@ def compare_resumed(
 
     Returns:
         The comparison of the resumed run's steps with those of the other one that follow, up to the first one that differs:
-        what differs later follows from it. Where the parameters are those of no step, the nearest counts, and `resume_weights`
-        is found.
+        what differs later follows from it. Where the parameters are those of no step, `resume_weights` is found, and samples
+        and rates are compared from the step whose samples the resumed run begins with; gradients differ for that reason then.
     """
     step, finding = _find_step(undisturbed[0], resumed[0], stop)
+    if finding:
+        first_samples = _list_samples(resumed, 0)
+        going_on = [t for t in range(stop, 0, -1) if _list_samples(undisturbed, t) == first_samples is not None]
+        step = going_on[0] if going_on else step
     length = len(undisturbed[0].steps) - step
     length = min(length, num_steps) if num_steps else length
     for count in range(1, length + 1):
@@ -50,6 +54,8 @@ def compare_resumed(
     findings = [finding] if finding else []
     for other in comparison.findings:
         cause, evidence = MEANINGS.get(other.cause, other.cause), other.evidence
+        if finding and other.cause not in MEANINGS:
+            continue
         if (
             cause == "resume_samples"
             and step

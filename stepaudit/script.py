@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -9,20 +10,25 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepaudit.causes import HARMLESS, Finding
+from stepaudit.causes import Finding
 from stepaudit.errors import UsageError, nearest
 from stepaudit.judge import Comparison, compare, find_faults
+from stepaudit.launchers import read_launcher
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
+from stepaudit.rounding import settle
 from stepaudit.table import table
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
+# Seconds that a run may take, if it is not said: the first one, and any; a later one as many times as the slowest has taken.
+MAX_SECONDS, MIN_SECONDS, SLOWER = 600, 120, 20
 FAILURE_CODE = 3  # exit code of an audit that has failed itself
 MAX_PROCESSES = 64
 MAX_PROGRAM_BYTES = 2**24
@@ -73,10 +79,12 @@ class Variation:
     Attributes:
         flags: name -> value. The name decides the form: `batch` or `--batch` gives --batch=4, `-b` gives -b 4, `key:batch`
             gives batch=4, `env:BATCH` sets the environment variable.
+        variables: of the environment, of every run: they are not shown.
     """
 
     flags: dict[str, str]
     num_processes: int
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         names = {BATCH: "b", WINDOW: "k"}
@@ -101,7 +109,8 @@ class Variation:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {name.removeprefix("env:"): value for name, value in self.flags.items() if name.startswith("env:")}
+        flags = {name.removeprefix("env:"): value for name, value in self.flags.items() if name.startswith("env:")}
+        return self.variables | flags
 
 
 def make_variations(
@@ -162,7 +171,14 @@ def _normalize_name(name: str) -> str:
     return name.removeprefix("key:").removeprefix("env:").lstrip("-").replace("-", "_")
 
 
-def record(program: list[str], variation: Variation, num_steps: int, timeout: float, mode: str = "") -> list[Recording]:
+def record(
+    program: list[str],
+    variation: Variation,
+    num_steps: int,
+    timeout: float,
+    mode: str = "",
+    announce: Callable[[str], None] = lambda text: None,
+) -> list[Recording]:
     """Run a program once, and return the recording of each process.
 
     Args:
@@ -171,7 +187,8 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
         num_steps: optimizer steps to be recorded; 0: all.
         timeout: in seconds.
         mode: empty: parameters are put back after each step; `train`: they move on; `kill`: they do, and the program is killed
-            after `num_steps` steps, and nothing is recorded.
+            after `num_steps` steps, and nothing is recorded; `full`: what is computed in 16 bits is computed in float32.
+        announce: is told where the processes are while they take long.
 
     Returns:
         A recording for each process; an empty list after a kill.
@@ -191,12 +208,13 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
         steps = f"{num_steps}:{mode}" if mode else str(num_steps)
         words = ["-m", "stepaudit.program", folder, steps, *program, *variation.argv]
         try:
-            run([sys.executable, *words], variation.num_processes, title, timeout, variation.environment)
+            command, variables = [sys.executable, *words], variation.environment
+            run(command, variation.num_processes, title, timeout, variables, Path(folder), announce)
         except UsageError as error:
             if (failure_file := Path(folder) / FAILURE_FILE).exists():
                 raise AuditError(f"{title}: {failure_file.read_text()}") from error
             raise
-        if mode == "kill" and not any(Path(folder).iterdir()):
+        if mode == "kill" and not any(Path(folder).glob("*.npz")):
             return []
         (recordings,) = load(Path(folder), 1, variation.num_processes)
     if not recordings[0].steps:
@@ -265,9 +283,8 @@ def _make_parser(prog: str) -> _Parser:
     )
     layouts.add_argument(
         "--processes",
-        default="1",
         metavar="N,...",
-        help="numbers of processes of each layout, with commas (default: 1)",
+        help="numbers of processes of each layout, with commas (default: 1, and those of a launcher in front of the program)",
     )
     layouts.add_argument(
         "--per_process",
@@ -281,7 +298,11 @@ def _make_parser(prog: str) -> _Parser:
         "--steps", type=int, default=8, metavar="INT", help="optimizer steps of each run; 0: all (default: 8)"
     )
     runs.add_argument(
-        "--timeout", type=float, default=600, metavar="SECONDS", help="seconds that each run may take (default: 600)"
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"seconds that each run may take (default: {MAX_SECONDS}; after the first {SLOWER} times what the slowest has "
+        f"taken, and at least {MIN_SECONDS})",
     )
     resuming = parser.add_argument_group("Resuming, in the place of comparing layouts")
     resuming.add_argument(
@@ -304,16 +325,24 @@ def _make_parser(prog: str) -> _Parser:
 
 
 def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
-    audit_words, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    audit_words, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     flags = _make_parser(prog).parse(audit_words)
-    if not program:
+    if not words:
         raise UsageError(f"{prog}: the program is missing behind --: write -- PROGRAM.py ARGS; see {prog} --help")
+    launched = read_launcher(words)
+    program = launched.program
+    if flags.processes is None:
+        flags.processes = f"1,{launched.num_processes}" if (launched.num_processes or 1) > 1 else "1"
     if not os.path.isfile(program[0]):
         raise UsageError(f"{prog}: {program[0]} is not a file")
     if not all(number.isdecimal() and 0 < int(number[:9]) <= MAX_PROCESSES for number in flags.processes.split(",")):
         rule = f"not numbers from 1 to {MAX_PROCESSES} with commas: for example 1,2"
         raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
-    violations = {"steps": flags.steps < 0, "tolerance": not 0 <= flags.tolerance < 1, "timeout": not flags.timeout > 0}
+    violations = {
+        "steps": flags.steps < 0,
+        "tolerance": not 0 <= flags.tolerance < 1,
+        "timeout": flags.timeout is not None and not flags.timeout > 0,
+    }
     violations["stop"] = flags.stop < 1
     rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
     rules["stop"] = "1 step or more"
@@ -334,6 +363,11 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     if problem := _find_program_problem(program[0]):
         raise UsageError(f"{prog}: {program[0]} {problem}")
     announce = (lambda text: None) if flags.json else (lambda text: print(text, file=sys.stderr, flush=True))
+    if launched.launcher:
+        unread = f"; {', '.join(launched.unread_flags)} left out" if launched.unread_flags else ""
+        announce(f"{launched.launcher}: the audit starts the processes itself, --processes {flags.processes}{unread}")
+    runs = [dataclasses.replace(run, variables=launched.variables) for run in runs]
+    run_program = _Patience(run_program, flags.timeout, announce)
     if flags.resume:
         if not any(FOLDER in word for word in [*program, flags.resume, *flags.vary]):
             raise UsageError(
@@ -348,19 +382,17 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             flags.stop,
             flags.steps,
             flags.tolerance,
-            lambda words, variation, num_steps, mode: run_program(words, variation, num_steps, flags.timeout, mode),
+            run_program,
             announce,
         )
         reference_findings = []
     else:
-        labels, recordings = [str(variation) for variation in runs], []
-        for variation in runs:
-            announce(f"{program[0]}: {variation}")
-            recordings.append(run_program(program, variation, flags.steps, flags.timeout))
-        reference_findings = find_faults(recordings[0])
-        comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
+        labels = [str(variation) for variation in runs]
+        reference_findings, comparisons = compare_runs(
+            program, runs, flags.steps, flags.tolerance, run_program, announce
+        )
     is_exact = all(comparison.is_exact for comparison in comparisons) and all(
-        finding.cause in HARMLESS for finding in reference_findings
+        finding.is_harmless for finding in reference_findings
     )
     if flags.json:
         rows = [
@@ -381,8 +413,52 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
         )
     else:
         print(table(labels, reference_findings, comparisons))
-        print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g})")
+        print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
     return 0 if is_exact else 1
+
+
+def compare_runs(
+    program: list[str],
+    runs: list[Variation],
+    num_steps: int,
+    tolerance: float,
+    record_run: Callable[[list[str], Variation, int, str], list[Recording]],
+    announce: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Finding], list[Comparison]]:
+    """Run a program under each layout, and compare it with the first one; in float32, too, where it computes in 16 bits.
+
+    Args:
+        program: file, and words of its command line.
+        runs: layouts, the reference first.
+        num_steps: optimizer steps that are compared; 0: all.
+        tolerance: relative error of a gradient in float32 that is rounding.
+        record_run: (program, variation, number of steps, mode) -> recordings, as `record`.
+        announce: is told what runs.
+
+    Returns:
+        Faults of the reference by itself; a comparison for each further layout.
+    """
+    recordings = []
+    for variation in runs:
+        announce(f"{program[0]}: {variation}")
+        recordings.append(record_run(program, variation, num_steps, ""))
+
+    @functools.cache
+    def record_in_float32(number: int) -> list[Recording]:
+        announce(f"{program[0]}: {runs[number]}, in float32, to tell rounding from a fault")
+        return record_run(program, runs[number], num_steps, "full")
+
+    def settle_run(number: int) -> Comparison:
+        comparison = compare(recordings[0], recordings[number], tolerance)
+        return settle(
+            comparison,
+            recordings[0],
+            recordings[number],
+            tolerance,
+            lambda is_reference: record_in_float32(0 if is_reference else number),
+        )
+
+    return find_faults(recordings[0]), [settle_run(number) for number in range(1, len(runs))]
 
 
 def compare_resumed_runs(
@@ -433,6 +509,55 @@ def compare_resumed_runs(
             recordings = run(resumed, folder, num_steps, "train")
             comparisons.append(compare_resumed(undisturbed, recordings, stop, num_steps, tolerance))
     return labels, comparisons
+
+
+def _list_uncompared(comparisons: list[Comparison]) -> str:
+    """Say what was not compared, in front of a semicolon each; empty if all was.
+
+    >>> _list_uncompared([Comparison([0.0, float("nan")], [], [], [], [], "", 0.0, [], num_unfinished=3)])
+    '; 1 step with other samples is not compared; 3 micro-batches are in no step'
+    """
+    others = max((sum(math.isnan(error) for error in comparison.errors) for comparison in comparisons), default=0)
+    unfinished = max((comparison.num_unfinished for comparison in comparisons), default=0)
+    texts = [f"; {others} step{'s' * (others > 1)} with other samples {'are' if others > 1 else 'is'} not compared"] * (
+        others > 0
+    )
+    texts += [f"; {unfinished} micro-batch{'es are' if unfinished > 1 else ' is'} in no step"] * (unfinished > 0)
+    return "".join(texts)
+
+
+class _Patience:
+    """Runs and records programs, each within a limit that follows from how long the others took.
+
+    Args:
+        run_program: as `record`.
+        timeout: of each run in seconds; None: see `MAX_SECONDS`.
+        announce: is told where the processes are while they take long.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        run_program: RunProgram,
+        timeout: float | None,
+        announce: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.run_program, self.timeout, self.announce, self.clock = run_program, timeout, announce, clock
+        self.longest: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the next run may take."""
+        if self.timeout is not None:
+            return self.timeout
+        return MAX_SECONDS if self.longest is None else min(MAX_SECONDS, max(MIN_SECONDS, SLOWER * self.longest))
+
+    def __call__(self, program: list[str], variation: Variation, num_steps: int, mode: str) -> list[Recording]:
+        start = self.clock()
+        recordings = self.run_program(program, variation, num_steps, self.limit, mode, self.announce)
+        self.longest = max(self.longest or 0.0, self.clock() - start)
+        return recordings
 
 
 def _find_program_problem(name: str) -> str:

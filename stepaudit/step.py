@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from stepaudit import processes as process_runner
 from stepaudit._internals import tree_map
-from stepaudit.causes import HARMLESS, Finding
+from stepaudit.causes import Finding
 from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise
 from stepaudit.errors import UsageError
 from stepaudit.judge import Comparison, compare, find_faults
@@ -92,7 +92,7 @@ class Audit:
     @property
     def is_exact(self) -> bool:
         """Whether every cut takes the same step, within its tolerance."""
-        harmless = all(finding.cause in HARMLESS for finding in self.findings)
+        harmless = all(finding.is_harmless for finding in self.findings)
         return harmless and all(comparison.is_exact for comparison in self.comparisons)
 
     @property

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from stepaudit._internals import BatchNorm, Dropout, has_hooks, put_last_hook_first
+from stepaudit.precision import SHORT_DTYPES, name_dtype
 from stepaudit.random_projection import Signs, project, size, sketch
 from stepaudit.recording import MicroStep, Recording, Step
 
+NUM_LOOKS = 2  # steps before which the parameters are compared with those after the step before
 # Relative: smaller changes by hooks are rounding; the latter for gradients in 16 bits.
 HOOK_TOLERANCE, SHORT_HOOK_TOLERANCE = 1e-3, 0.05
-SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass
@@ -27,7 +28,9 @@ class OpenStep:
         unclipped_gradient, clipped_gradient: sketches before and after the program clips; None: it has not.
         gradient: sketch of what the optimizer takes; None: not known yet.
         dtype: as of `Step`.
+        moved: as of `Step`.
         has_closure: whether the optimizer's step computes gradients itself.
+        num_evaluated: micro-batches of the closure's first call.
         num_ticks, num_averages: as of `Step`.
     """
 
@@ -36,7 +39,9 @@ class OpenStep:
     clipped_gradient: np.ndarray | None = None
     gradient: np.ndarray | None = None
     dtype: str = ""
+    moved: np.ndarray | None = None
     has_closure: bool = False
+    num_evaluated: int = 0
     num_ticks: int = 0
     num_averages: int = 0
 
@@ -47,11 +52,14 @@ class Track:
     Args:
         model: the module that the parameters belong to; None if unknown.
         parameters: name -> parameter.
+        is_full: what the program computes in 16 bits is computed in float32.
     """
 
-    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]):
+    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter], is_full: bool = False):
+        self.is_full = is_full
         self.parameters = list(parameters.values())
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.stepping: torch.optim.Optimizer | None = None  # an optimizer whose step has begun and not ended
+        self.owned: np.ndarray | None = None  # 1 for the numbers of its parameters, 0 for others; None: it has all
         self.is_named = False
         self.step = OpenStep()
         self.last_gradient: np.ndarray | None = None  # .grad after the last backward
@@ -62,15 +70,21 @@ class Track:
             SHORT_HOOK_TOLERANCE if any(p.dtype in SHORT_DTYPES for p in self.parameters) else HOOK_TOLERANCE
         )
         self.signs: Signs = {}
+        self.assigned: set[int] = set()  # parameters whose gradient was assigned since the last backward
+        self.is_in_backward: Callable[[], bool] = lambda: False
+        self.handles: dict[int, torch.utils.hooks.RemovableHandle] = {}  # of hooks, by the number of the parameter
         self.recording = Recording(
             num_processes=int(os.environ.get("WORLD_SIZE", "1")),
             process_index=int(os.environ.get("RANK", "0")),
             names=list(parameters),
             shapes=[list(p.shape) for p in self.parameters],
-            sizes=[size(p.numel()) for p in self.parameters],
+            sizes=[size(p) for p in self.parameters],
             weights=self.sketch(self.parameters),
-            signs=self.sketch(p.detach().sign() for p in self.parameters),
+            signs=self.sketch(torch.sgn(p.detach()) for p in self.parameters),
         )
+        self.weights: np.ndarray | None = (
+            self.recording.weights
+        )  # after the last step; None: later ones are not looked at
         self.name_model([] if model is None else [model])
 
     def name_model(self, modules: list[nn.Module]) -> None:
@@ -95,27 +109,32 @@ class Track:
         Returns:
             A function that removes the hooks.
         """
-
-        def note_part(number: int, gradient: torch.Tensor) -> None:
-            if is_in_backward():
-                with torch.no_grad():
-                    projection, previous_part = project(gradient, self.signs), self.raw_parts[number]
-                    self.raw_parts[number] = projection.clone() if previous_part is None else previous_part + projection
-
-        handles = []
-        for number, parameter in enumerate(self.parameters):
+        self.is_in_backward = is_in_backward
+        for parameter, name in zip(self.parameters, self.recording.names, strict=True):
             if has_hooks(parameter):
-                self.recording.hooked_parameters.append(self.recording.names[number])
-            if hasattr(parameter, "full_tensor") or not parameter.requires_grad:  # FSDP's hooks are not called
-                continue
-            handles.append(parameter.register_hook(functools.partial(note_part, number)))
-            put_last_hook_first(parameter)
+                self.recording.hooked_parameters.append(name)
+        self._hook_parameters()
 
         def remove() -> None:
-            for handle in handles:
+            for handle in self.handles.values():
                 handle.remove()
 
         return remove
+
+    def _hook_parameters(self) -> None:
+        """Hook each parameter that is trained now: some are frozen at first."""
+        for number, parameter in enumerate(self.parameters):
+            # FSDP's hooks are not called
+            if number in self.handles or not parameter.requires_grad or hasattr(parameter, "full_tensor"):
+                continue
+            self.handles[number] = parameter.register_hook(functools.partial(self._note_part, number))
+            put_last_hook_first(parameter)
+
+    def _note_part(self, number: int, gradient: torch.Tensor) -> None:
+        if self.is_in_backward():
+            with torch.no_grad():
+                projection, previous_part = project(gradient, self.signs), self.raw_parts[number]
+                self.raw_parts[number] = projection.clone() if previous_part is None else previous_part + projection
 
     def sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
         return sketch(tensors, self.parameters).numpy()
@@ -124,8 +143,13 @@ class Track:
         """Sketch the present gradient. Versions of tensors do not show every change: `.data` and all_reduce leave them."""
         return self.sketch([parameter.grad for parameter in self.parameters])
 
+    def _select_owned(self, numbers: np.ndarray) -> np.ndarray:
+        """Keep the numbers of those parameters that the optimizer that steps has; the others become 0."""
+        return numbers if self.owned is None else numbers * self.owned
+
     def begin_backward(self) -> None:
         """Note the gradient before a backward."""
+        self._hook_parameters()
         self.raw_parts, self.has_stepped = [None] * len(self.parameters), False
         self.initial_gradient = self.sketch_gradient()
 
@@ -162,6 +186,7 @@ class Track:
             is_touched=is_touched,
             is_synchronised=is_synchronised,
             is_hooked=is_hooked,
+            initial_gradient=initial_gradient,
         )
 
     def add_micro_step(self, micro_step: MicroStep, is_continued: bool) -> None:
@@ -182,13 +207,18 @@ class Track:
         if self.step.micro_steps:
             self.step.clipped_gradient = self.sketch_gradient()
 
-    def begin_step(self, has_closure: bool, is_in_backward: bool) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer, has_closure: bool, is_in_backward: bool) -> None:
         """Note parameters and gradient before the optimizer's step.
 
         Args:
+            optimizer: which may have some of the parameters only: the step is recorded with a gradient of 0 for all others.
             has_closure: whether the step computes gradients itself; they are noted after it.
             is_in_backward: whether a hook takes the step, as soon as a gradient is there.
         """
+        self.stepping = optimizer
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        has_parameter = [float(id(p) in ids) for p in self.parameters]
+        self.owned = None if all(has_parameter) else np.repeat(has_parameter, self.recording.sizes)
         if not self.previous_parameters:
             self.previous_parameters = [
                 torch.empty_like(parameter, requires_grad=False) for parameter in self.parameters
@@ -196,6 +226,8 @@ class Track:
         with torch.no_grad():
             for value, parameter in zip(self.previous_parameters, self.parameters, strict=True):
                 value.copy_(parameter)  # new memory would cost several times as much
+        if self.weights is not None and not np.array_equal(weights := self.sketch(self.parameters), self.weights):
+            self.step.moved = weights
         self.step.has_closure = has_closure
         if is_in_backward:
             micro_step = self.end_backward(is_synchronised=False)
@@ -204,15 +236,30 @@ class Track:
         if not has_closure:
             self._note_gradient()
 
+    def end_closure(self) -> None:
+        """Note the gradient that a closure has computed for the optimizer: the first one is the step's."""
+        if self.step.gradient is None:
+            self._note_gradient()
+            self.step.num_evaluated = len(self.step.micro_steps)
+
+    def describe_assignments(self) -> MicroStep:
+        """Describe the gradient that a program has assigned for one micro-batch."""
+        gradient, previous = self.sketch_gradient(), self.step.micro_steps
+        part = gradient - previous[-1].gradient if previous else gradient
+        self.assigned.clear()
+        return MicroStep(gradient, not previous, False, False, part=part, is_assigned=True)
+
     def _note_gradient(self) -> None:
-        self.step.gradient = self.sketch_gradient()
-        is_cut = len(self.step.micro_steps) > 1 or self.recording.num_processes > 1
+        self.step.gradient = self._select_owned(self.sketch_gradient())
+        is_cut = not self.is_full and (len(self.step.micro_steps) > 1 or self.recording.num_processes > 1)
         self.step.dtype = _find_short_dtype(self.parameters) if is_cut else ""
 
     def end_step(self, optimizer: torch.optim.Optimizer, keep_parameters: bool) -> None:
         """Record the step after the optimizer took it; `keep_parameters`: put the parameters back."""
-        if self.step.has_closure:
+        if self.step.gradient is None:
             self._note_gradient()
+        if self.step.num_evaluated:
+            del self.step.micro_steps[self.step.num_evaluated :]
         step, rates = self.step, [float(group["lr"]) for group in optimizer.param_groups]
         with torch.no_grad():
             pairs = list(zip(self.parameters, self.previous_parameters, strict=True))
@@ -220,6 +267,11 @@ class Track:
             change = self.sketch(subtract(parameter, value) for parameter, value in pairs)
             for parameter, value in pairs if keep_parameters else []:
                 parameter.copy_(value)
+        self.weights = self.sketch(self.parameters) if len(self.recording.steps) < NUM_LOOKS else None
+        if self.owned is not None:
+            self._narrow(step)
+        for micro_step in step.micro_steps:
+            micro_step.initial_gradient = None
         clipped = step.clipped_gradient
         is_clipped_early = clipped is not None and not np.array_equal(clipped, step.gradient, equal_nan=True)
         unclipped = None if is_clipped_early else step.unclipped_gradient
@@ -234,9 +286,27 @@ class Track:
                 is_clipped_early=is_clipped_early,
                 dtype=step.dtype,
                 num_averages=step.num_averages,
+                moved=step.moved,
+                is_by_closure=step.has_closure,
             )
         )
-        self.step, self.last_gradient = OpenStep(), None
+        self.step, self.last_gradient, self.stepping = OpenStep(), None, None
+
+    def _narrow(self, step: OpenStep) -> None:
+        """Narrow what is known of a step down to those parameters that its optimizer has."""
+        last_gradient = None
+        for micro_step in step.micro_steps:
+            micro_step.gradient = self._select_owned(micro_step.gradient)
+            micro_step.part = None if micro_step.part is None else self._select_owned(micro_step.part)
+            micro_step.terms = None if micro_step.terms is None else [self._select_owned(t) for t in micro_step.terms]
+            if micro_step.initial_gradient is not None:
+                initial = self._select_owned(micro_step.initial_gradient)
+                micro_step.is_fresh = not initial.any()
+                micro_step.is_touched &= last_gradient is not None and not np.array_equal(initial, last_gradient)
+            last_gradient = micro_step.gradient
+        for name in ("unclipped_gradient", "clipped_gradient"):
+            if (gradient := getattr(step, name)) is not None:
+                setattr(step, name, self._select_owned(gradient))
 
 
 def _add_backward(micro_step: MicroStep, other: MicroStep) -> None:
@@ -246,6 +316,7 @@ def _add_backward(micro_step: MicroStep, other: MicroStep) -> None:
     parts, losses = (micro_step.part, other.part), (micro_step.loss, other.loss)
     micro_step.part = None if any(value is None for value in parts) else parts[0] + parts[1]
     micro_step.loss = None if None in losses else losses[0] + losses[1]
+    micro_step.terms = (micro_step.terms or []) + (other.terms or []) or None
 
 
 def _find_short_dtype(parameters: Sequence[nn.Parameter]) -> str:
@@ -254,11 +325,11 @@ def _find_short_dtype(parameters: Sequence[nn.Parameter]) -> str:
         num_numbers, fits = 0, True
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or hasattr(gradient, "full_tensor"):
+            if gradient is None or hasattr(gradient, "full_tensor") or gradient.layout != torch.strided:
                 continue
             num_numbers += int((gradient != 0).sum())
             if not (fits := bool((gradient == gradient.to(dtype).to(gradient.dtype)).all())):
                 break
         if fits and num_numbers >= 64:
-            return str(dtype).removeprefix("torch.")
+            return name_dtype(dtype)
     return ""

@@ -106,8 +106,9 @@ def test_the_step_is_found_by_the_parameters():
         assert len(comparison.errors) == 2
     (finding,) = compare_resumed([make_run(6)], [make_run(2, 2, 2.3)], 3, 2, 1e-5).findings
     assert (finding.cause, finding.evidence) == ("resume_weights", "0.3 steps from those after step 2, the nearest")
-    findings = compare_resumed([make_run(6)], [make_run(2, 3, 0.0)], 3, 2, 1e-5).findings
-    assert [finding.cause for finding in findings] == ["resume_weights", "resume_samples"]
+    for first, causes in ((3, ["resume_weights"]), (0, ["resume_weights"]), (4, ["resume_weights", "resume_samples"])):
+        findings = compare_resumed([make_run(6)], [make_run(2, first, 0.0)], 3, 2, 1e-5).findings
+        assert [finding.cause for finding in findings] == causes
     assert findings[0].evidence.endswith("nothing was loaded")
 
 

@@ -624,6 +624,33 @@ def test_layers_of_any_number_of_dimensions():
     assert of_audit.tree_leaves({"a": [1, (2,)]}) == [1, 2]
 
 
+def test_what_the_audit_asks_of_transforms_loaders_and_autocast():
+    inside = []
+    torch.func.grad(lambda x: inside.append(of_audit.is_transformed()) or x)(torch.ones(()))
+    torch.func.vmap(lambda x: inside.append(of_audit.is_transformed()) or x)(torch.ones(2))
+    assert inside == [True, True]
+    assert not of_audit.is_transformed()
+    for workers in ({}, {"num_workers": 1, "persistent_workers": True}):
+        loader, counts = DataLoader(range(3), **workers), []
+        for _ in range(2):  # the same iterator begins again with persistent workers
+            iterator = iter(loader)
+            while True:
+                counts.append(of_audit.count_returned(iterator))
+                if next(iterator, None) is None:
+                    break
+        assert counts == [0, 1, 2, 3] * 2
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    assert of_audit.get_autocast_dtype(autocast) == torch.bfloat16
+    of_audit.switch_off(autocast)
+    assert of_audit.get_autocast_dtype(autocast) is None
+    with autocast:
+        assert not torch.is_autocast_enabled("cpu")
+    assert "grad" not in vars(torch.Tensor)
+    p = torch.ones(2, requires_grad=True)
+    of_audit.GRADIENT.__set__(p, torch.zeros(2))
+    assert of_audit.GRADIENT.__get__(p).tolist() == [0, 0]
+
+
 def test_a_class_says_whether_it_has_torchs_kernel_of_attention(monkeypatch):
     class Without(GPT2Model):
         _supports_sdpa = False

@@ -70,9 +70,15 @@ class Server:
         return other
 
     def record(
-        self, program: list[str], variation, num_steps: int = 0, timeout: float = PATIENCE, mode: str = ""
+        self,
+        program: list[str],
+        variation,
+        num_steps: int = 0,
+        timeout: float = PATIENCE,
+        mode: str = "",
+        announce=None,
     ) -> list:
-        """Record what each process did; for `mode` see `stepaudit.script.record`.
+        """Record what each process did; for `mode` see `stepaudit.script.record`. Nothing is announced.
 
         Raises RuntimeError with the end of the program's output where it fails.
         """

@@ -1,0 +1,258 @@
+"""Compares what the steps of two layouts are given: samples, epochs, rows, and other numbers."""
+
+from collections import Counter
+
+from stepaudit.causes import Finding
+from stepaudit.recording import MicroStep
+from stepaudit.vectors import norm_of, relative
+from stepaudit.windows import Processes, get_window, list_all_micro_steps, list_micro_steps
+
+PREDICTION_TOLERANCE = 1e-6  # relative; what is predicted of a gradient is met within it
+Rows = list[list[str]]
+
+
+def is_first_step_early(reference: Processes, other: Processes) -> bool:
+    """Tell whether the first step has one micro-batch, the second has more, and the first gradient is not the reference's."""
+    windows = [len(get_window(step)) for step in other[0].steps]
+    if len(windows) < 2 or not windows[0] == 1 < windows[1]:
+        return False
+    r, g = reference[0].steps[0], other[0].steps[0]
+    return relative(g.gradient - r.gradient, norm_of(r.gradient)) > PREDICTION_TOLERANCE
+
+
+def _tally_samples(processes: Processes, t: int, name: str) -> Counter | None:
+    """Tally `samples` or `digests` of step t + 1 over all processes; None if some are unknown."""
+    micro_steps = list_micro_steps(processes, t)
+    if any(getattr(m, name) is None for m in micro_steps):
+        return None
+    tally = Counter(sample for m in micro_steps for sample in getattr(m, name))
+    return tally or None
+
+
+def has_same_samples(reference: Processes, other: Processes, t: int) -> bool | None:
+    """Tell whether step t + 1 has the reference's samples; None if that is unknown.
+
+    Samples are the same if their contents are, or their indices: the contents of the same samples may be drawn anew, and the
+    same index is another sample in another process's part of the data.
+    """
+    agreements = []
+    for name in ("digests", "samples"):
+        reference_tally, tally = _tally_samples(reference, t, name), _tally_samples(other, t, name)
+        if reference_tally is not None and tally is not None:
+            agreements.append(reference_tally == tally)
+    return any(agreements) if agreements else None
+
+
+def explain_samples(reference: Processes, other: Processes, t: int) -> Finding:
+    place = f"step {t + 1}"
+    name = _choose_sample_name(reference, other, t)
+    reference_tally, tally = _tally_samples(reference, t, name), _tally_samples(other, t, name)
+    if is_copied(other, t):
+        return Finding("not_sharded", place, f"{len(other)} processes compute the same samples")
+    if (sizes := compare_sizes(reference, other, t)) is not None:
+        return Finding("batch_size", place, f"{sizes[1]} samples, {sizes[0]} in the reference")
+    names_by_digest = {
+        d: s for processes in (reference, other) for m in list_all_micro_steps(processes) for d, s in _pair_digests(m)
+    }
+
+    def list_samples(samples: Counter) -> str:
+        sample_names = sorted(
+            {names_by_digest.get(sample, sample) for sample in samples}, key=lambda name: (isinstance(name, str), name)
+        )
+        return ", ".join(map(str, sample_names[:5])) + ("..." if len(sample_names) > 5 else "")
+
+    if (finding := _compare_epochs(reference, other, t)) is not None:
+        return finding
+    extra_samples, missing_samples = tally - reference_tally, reference_tally - tally
+    if not extra_samples:
+        return Finding("dropped", place, f"{missing_samples.total()}: {list_samples(missing_samples)}")
+    repeated_samples = _tally_uses(other, t, name) - _tally_uses(reference, t, name)
+    if repeated_samples and not _tally_uses(reference, t, name) - _tally_uses(other, t, name):
+        # A window that never stepped in its epoch comes with the first of the next one, whose samples are early then
+        *earlier, window = (len(get_window(step)) for step in other[0].steps[: t + 1])
+        if earlier and window > max(earlier):
+            return Finding("last_window", place, f"{window - max(earlier)} micro-batches of the epoch before are in it")
+        return Finding(
+            "duplicated", place, f"{repeated_samples.total()} more than once: {list_samples(repeated_samples)}"
+        )
+    return Finding("other_samples", place, f"{extra_samples.total()} of its samples are others")
+
+
+def _compare_epochs(reference: Processes, other: Processes, t: int) -> Finding | None:
+    """Find a step that goes on into the next epoch under one layout only, or one whose epoch is over under the other."""
+    place = f"step {t + 1}"
+    reference_epochs, epochs = ({m.epoch for m in list_micro_steps(layout, t)} for layout in (reference, other))
+    if None in reference_epochs | epochs or not (reference_epochs and epochs) or reference_epochs == epochs:
+        return None
+    if len(epochs) != len(reference_epochs):
+        where = "" if len(epochs) > 1 else ", in the reference"
+        return Finding(
+            "last_window", place, f"its micro-batches are of {max(len(epochs), len(reference_epochs))} epochs{where}"
+        )
+    if min(len({m.epoch for m in list_all_micro_steps(layout)}) for layout in (reference, other)) < 2:
+        return None  # one of them is made of one pass
+    where = ", in the reference" if max(reference_epochs) > max(epochs) else ""
+    evidence = f"epoch {min(epochs) + 1} under this layout, {min(reference_epochs) + 1} under the reference"
+    return Finding("dropped", place, f"the end of an epoch{where}: this step is of {evidence}")
+
+
+def _choose_sample_name(reference: Processes, other: Processes, t: int) -> str:
+    """Choose how samples are told apart: by their contents, if these are known and were the same ones in earlier steps."""
+    agreements = {
+        name: [_tally_samples(reference, number, name) == _tally_samples(other, number, name) for number in range(t)]
+        for name in ("digests", "samples")
+    }
+    for name, other_name in (("digests", "samples"), ("samples", "digests")):
+        if None in (_tally_samples(reference, t, name), _tally_samples(other, t, name)):
+            return other_name
+    return "samples" if agreements["samples"] > agreements["digests"] and any(agreements["samples"]) else "digests"
+
+
+def count_dropped_samples(reference: Processes, other: Processes) -> int:
+    """Count the samples of the reference's last step, if only that step is missing and is smaller than the others; else 0."""
+    num_steps = len(other[0].steps)
+    if num_steps != len(reference[0].steps) - 1 or not num_steps:
+        return 0
+    first_size, last_size = _count_samples(reference, 0), _count_samples(reference, num_steps)
+    return last_size if first_size and last_size and last_size < first_size else 0
+
+
+def _pair_digests(micro_step: MicroStep) -> list[tuple[str, int]]:
+    """Pair digest and index of each sample."""
+    if not micro_step.digests or not micro_step.samples or len(micro_step.digests) != len(micro_step.samples):
+        return []
+    return list(zip(micro_step.digests, micro_step.samples, strict=True))
+
+
+def _tally_uses(processes: Processes, t: int, name: str) -> Counter:
+    return sum((_tally_samples(processes, number, name) or Counter() for number in range(t + 1)), Counter())
+
+
+def is_copied(processes: Processes, t: int) -> bool:
+    """Tell whether all processes have computed the same samples."""
+    if len(processes) < 2:
+        return False
+    contents = [_tally_samples([process], t, "digests") for process in processes]
+    if None not in contents:
+        return all(tally == contents[0] for tally in contents)
+    parts = [[m.part for m in process.steps[t].micro_steps] if t < len(process.steps) else [] for process in processes]
+    if not parts[0] or any(part is None for rank in parts for part in rank) or len({len(rank) for rank in parts}) > 1:
+        return False
+    return all(
+        a.any() and a.shape == b.shape and norm_of(a - b) <= 1e-12 * norm_of(a)
+        for rank in parts[1:]
+        for a, b in zip(parts[0], rank, strict=True)
+    )
+
+
+def compare_sizes(reference: Processes, other: Processes, t: int) -> tuple[int, int] | None:
+    """Return the numbers of samples of a step in the reference and here, if one is a multiple of the other; else None."""
+    reference_size, size = _count_samples(reference, t), _count_samples(other, t)
+    if (
+        not reference_size
+        or not size
+        or reference_size == size
+        or max(reference_size, size) % min(reference_size, size)
+    ):
+        return None
+    # A partial window, or one that is cut off, is no other batch size: the first step tells that.
+    numbers = [sum(m.num_numbers or 0 for m in list_micro_steps(layout, t)) for layout in (reference, other)]
+    if numbers[0] == numbers[1] > 0:  # rows are not samples, then
+        return None
+    first_sizes = _count_samples(reference, 0), _count_samples(other, 0)
+    return (
+        (reference_size, size)
+        if first_sizes[0] and first_sizes[1] and first_sizes[0] * size == first_sizes[1] * reference_size
+        else None
+    )
+
+
+def _count_samples(processes: Processes, t: int) -> int | None:
+    for name in ("digests", "samples"):
+        if (tally := _tally_samples(processes, t, name)) is not None:
+            return tally.total()
+    rows = [m.num_rows for m in list_micro_steps(processes, t)]
+    return None if None in rows else sum(rows)
+
+
+def explain_rows(reference: Processes, other: Processes, t: int) -> Finding | None:
+    """Find out whether the model was given other rows, of the same samples or where no samples are known."""
+    groups = [list_micro_steps(processes, t) for processes in (reference, other)]
+    if (finding := _compare_numbers(groups[0], groups[1], t)) is not None:
+        return finding
+    num_others = {len(m.other_rows) for group in groups for m in group}
+    # The targets and masks that came with the rows, too
+    for number in range(-1, num_others.pop() if len(num_others) == 1 else 0):
+        truth, rows = ([m.rows if number < 0 else m.other_rows[number] for m in group] for group in groups)
+        if (finding := _compare_rows(truth, rows, other, t)) is not None:
+            return finding
+    return None
+
+
+def _compare_numbers(reference_group: list[MicroStep], group: list[MicroStep], t: int) -> Finding | None:
+    """Find out whether all rows are rows of the other layout, some of them more often: whole rows, of all tensors."""
+
+    def tally(micro_steps: list[MicroStep]) -> Counter | None:
+        rows: Counter = Counter()
+        for m in micro_steps:
+            if m.rows is None:
+                return None
+            rows.update(tuple(tuple(row[1:]) for row in tensors) for tensors in zip(m.rows, *m.other_rows, strict=True))
+        return rows
+
+    reference_rows, rows = tally(reference_group), tally(group)
+    if not reference_rows or not rows or reference_rows.total() == rows.total():
+        return None
+    if rows.keys() == reference_rows.keys() and rows > reference_rows:
+        return Finding("duplicated", f"step {t + 1}", f"{rows.total() - reference_rows.total()} rows more than once")
+    if rows < reference_rows:
+        return Finding("dropped", f"step {t + 1}", f"{reference_rows.total() - rows.total()} rows fewer")
+    return None
+
+
+def explain_values(reference: Processes, other: Processes, t: int) -> Finding | None:
+    """Find out whether the model was given other numbers in all, however they are laid out in rows."""
+    groups = [list_micro_steps(processes, t) for processes in (reference, other)]
+    numbers = [sum(m.num_numbers or 0 for m in group) for group in groups]
+    values = [sum(m.values or 0 for m in group) % 2**64 for group in groups]
+    if numbers[0] == numbers[1] > 0 and values[0] != values[1]:
+        return _name_inputs(other, t, f"{numbers[0]} numbers, and not the same")
+    return None
+
+
+def explain_shared(reference: Processes, other: Processes, t: int) -> Finding | None:
+    """Find out whether the model was given another tensor without rows, of a shape that the reference has, too."""
+    groups = [list_micro_steps(processes, t) for processes in (reference, other)]
+    known = [{tuple(text) for m in group for text in m.shared} for group in groups]
+    shapes = {shape for shape, _ in known[0]}
+    if new := [pair for pair in known[1] - known[0] if pair[0] in shapes]:
+        return _name_inputs(other, t, f"a tensor of the shape {new[0][0]} for all rows of a micro-batch")
+    return None
+
+
+def _name_inputs(processes: Processes, t: int, evidence: str) -> Finding:
+    """Name the cause of other inputs: whether collate draws them."""
+    if processes[0].draws_in_collate:
+        return Finding("random_collate", f"step {t + 1}", evidence)
+    return Finding("other_inputs", f"step {t + 1}", evidence)
+
+
+def _compare_rows(
+    reference_parts: list[Rows | None], parts: list[Rows | None], other: Processes, t: int
+) -> Finding | None:
+    """Compare the rows of all micro-batches of a step: each has a shape, and hashes of which one must be in the reference."""
+    if None in reference_parts or None in parts:
+        return None
+    reference_rows, rows = ([tuple(row) for part in group for row in part or []] for group in (reference_parts, parts))
+    if not reference_rows or len(reference_rows) != len(rows):
+        return None
+    num_unmatched = Counter(name for row in reference_rows for name in set(row[1:]))
+    num_others = 0
+    for row in rows:
+        names = [name for name in dict.fromkeys(row[1:]) if num_unmatched[name] > 0]
+        num_others += not names
+        for name in names:
+            num_unmatched[name] -= 1
+    if not num_others:
+        return None
+    return _name_inputs(other, t, f"{num_others} of {len(rows)} rows are others")
