@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-3}
+TOLERANCE = {torch.complex128: 1e-9, torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Of the largest weight."""
 
 

@@ -2,6 +2,7 @@
 # expect 4x4: factor
 # expect 8x1x2: exact
 # expect 4x2x2: factor
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,7 @@
 """Fault: Accelerate's documented loop on ragged samples: a mean of the micro-batches' (and processes') means."""
 # expect 4x4: mean_of_means
 # expect 2x8: mean_of_means
+# thorough
 # also: tail, duplicated
 
 import torch

@@ -1,4 +1,5 @@
-"""Fault: PPO standardizes the advantages of each micro-batch by its own mean and deviation, not by those of the step."""
+"""Fault: PPO standardizes the advantages of each micro-batch by its own mean and deviation, not by those of the
+step."""
 # expect 4x4: mixed_loss
 # expect 2x8: mixed_loss
 # expect 8x1x2: mixed_loss

@@ -4,6 +4,7 @@ earlier micro-batches of a window are summed again."""
 # expect 8x1x2: exact
 # expect 4x2x2: changed_between
 # expect 2x4x2: changed_between
+# thorough
 # also: reductions
 # blind
 

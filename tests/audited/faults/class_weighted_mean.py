@@ -1,7 +1,9 @@
-"""Fault: the class-weighted cross entropy is averaged per micro-batch, though the classes in each have other weights."""
+"""Fault: the class-weighted cross entropy is averaged per micro-batch, though the classes in each have other
+weights."""
 # expect 4x4: mean_of_means
 # expect 2x8: mean_of_means
 # expect 8x1x2: mean_of_means
+# thorough
 # blind
 
 import argparse

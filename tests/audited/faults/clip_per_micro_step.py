@@ -1,5 +1,6 @@
 """Fault: the accumulated gradient is clipped after every backward, not once before the step."""
 # expect 4x4: changed_between
+# thorough
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,5 @@
-"""Fault: not divided by k; but the whole gradient is clipped, so that the optimizer gets the right one all the same."""
+"""Fault: not divided by k; but the whole gradient is clipped, so that the optimizer gets the right one all the
+same."""
 # expect 4x4: factor
 # weights: equal
 

@@ -1,4 +1,5 @@
-"""Fault: the model is not wrapped in DDP and no gradient is reduced, so each process trains on its own shard alone."""
+"""Fault: the model is not wrapped in DDP and no gradient is reduced, so each process trains on its own shard
+alone."""
 # expect 4x4: exact
 # expect 8x1x2: not_reduced
 # expect 4x2x2: not_reduced

@@ -1,4 +1,5 @@
-"""Fault: dropout 0.1: the random stream is consumed in another order under another cut, so other units are dropped."""
+"""Fault: dropout 0.1: the random stream is consumed in another order under another cut, so other units are
+dropped."""
 # expect 4x4: dropout
 
 import torch

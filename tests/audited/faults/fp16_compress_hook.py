@@ -1,4 +1,5 @@
-"""Fault: DDP sends float32 gradients through fp16_compress_hook, which rounds them to fp16 before they are averaged."""
+"""Fault: DDP sends float32 gradients through fp16_compress_hook, which rounds them to fp16 before they are
+averaged."""
 # expect 4x4: exact
 # expect 8x1x2: low_precision
 # expect 4x2x2: low_precision

@@ -1,6 +1,7 @@
 """Fault: the L1 penalty on the weights is added in full to the loss of every micro-batch, so it counts k times."""
 # expect 4x4: penalty
 # expect 2x8: penalty
+# thorough
 # blind
 
 import argparse

@@ -1,4 +1,5 @@
-"""Fault: the period of the cosine schedule is the number of batches, but Lightning ticks it once per optimizer step."""
+"""Fault: the period of the cosine schedule is the number of batches, but Lightning ticks it once per optimizer
+step."""
 # expect 4x4: learning_rate
 # expect 2x8: learning_rate
 # blind

@@ -2,6 +2,7 @@
 # expect 4x4: mixed_loss
 # expect 2x8: mixed_loss
 # expect 8x1x2: mixed_loss
+# thorough
 # also: not_summed
 # blind
 

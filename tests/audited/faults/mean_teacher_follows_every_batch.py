@@ -1,4 +1,5 @@
-"""Fault: the teacher, whose outputs enter the loss, follows the student after every micro-batch, not once per step."""
+"""Fault: the teacher, whose outputs enter the loss, follows the student after every micro-batch, not once per
+step."""
 # expect 4x4: average
 # expect 2x8: average
 # expect 8x1x2: exact

@@ -1,6 +1,7 @@
 """Fault: the router's load-balancing loss is computed per micro-batch and averaged, but it is no mean of samples."""
 # expect 4x4: expert_balance
 # expect 2x8: expert_balance
+# thorough
 # blind
 
 import argparse

@@ -2,6 +2,7 @@
 # expect 4x4: other_inputs
 # expect 2x8: other_inputs
 # expect 8x1x2: other_inputs
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,7 @@
 """Fault: OneCycleLR spans the micro-batches of the loader and moves on after each, not after each optimizer step."""
 # expect 4x4: ticks_per_micro_step
 # expect 2x8: ticks_per_micro_step
+# thorough
 # blind
 
 import argparse

@@ -1,4 +1,5 @@
-"""Fault: the mean over all positions, padding included: a sample's output depends on the longest of its micro-batch."""
+"""Fault: the mean over all positions, padding included: a sample's output depends on the longest of its micro-
+batch."""
 # expect 4x4: padding
 # expect 2x8: padding
 

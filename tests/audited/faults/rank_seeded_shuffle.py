@@ -1,7 +1,9 @@
-"""Fault: every process shuffles with a seed that contains its rank before it takes its shard, so the shards overlap."""
+"""Fault: every process shuffles with a seed that contains its rank before it takes its shard, so the shards
+overlap."""
 # expect 4x4: exact
 # expect 8x1x2: other_inputs
 # expect 4x2x2: other_inputs
+# thorough
 # also: other_samples
 # blind
 

@@ -4,6 +4,7 @@ On several processes it leaves out the last pairs, which are no whole batch, as 
 """
 # expect 4x4: mixed_loss
 # expect 8x1x2: mixed_loss
+# thorough
 # also: logged_loss, dropped, learning_rate
 
 import argparse

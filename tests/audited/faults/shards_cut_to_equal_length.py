@@ -1,4 +1,5 @@
-"""Fault, on several processes only: the order is cut to a multiple of the processes, so the last of 79 samples is lost."""
+"""Fault, on several processes only: the order is cut to a multiple of the processes, so the last of 79 samples
+is lost."""
 # expect 4x4: exact
 # expect 8x1x2: dropped
 # expect 4x2x2: dropped

@@ -2,6 +2,7 @@
 # expect 4x4: gradient_hooks
 # expect 2x8: gradient_hooks
 # expect 8x1x2: gradient_hooks
+# thorough
 # blind
 
 import os

@@ -1,4 +1,5 @@
-"""Fault: spectral normalization makes a power iteration at every forward, so the weights in use change within a step."""
+"""Fault: spectral normalization makes a power iteration at every forward, so the weights in use change within a
+step."""
 # expect 4x4: state
 # expect 2x8: state
 # expect 8x1x2: exact

@@ -1,4 +1,5 @@
-"""Fault: `step % k == 0` with steps counted from 0: the first step sees one micro-batch and all windows are shifted."""
+"""Fault: `step % k == 0` with steps counted from 0: the first step sees one micro-batch and all windows are
+shifted."""
 # expect 4x4: first_window
 # also: last_window
 

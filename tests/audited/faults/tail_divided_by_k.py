@@ -1,4 +1,5 @@
-"""Fault: the last window has fewer than k micro-batches (72 samples = 4 windows of 16 and one of 8) but is divided by k."""
+"""Fault: the last window has fewer than k micro-batches (72 samples = 4 windows of 16 and one of 8) but is
+divided by k."""
 # expect 4x4: tail
 
 import torch

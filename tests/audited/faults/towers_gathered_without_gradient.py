@@ -1,4 +1,5 @@
-"""Fault: the pairs of all processes are compared, but the embeddings of the other processes come without a gradient."""
+"""Fault: the pairs of all processes are compared, but the embeddings of the other processes come without a
+gradient."""
 # expect 8x1x2: gathered_without_gradient
 
 import argparse

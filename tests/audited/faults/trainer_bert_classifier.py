@@ -1,5 +1,6 @@
 """Fault: Trainer leaves the division to the model, and BertForSequenceClassification ignores num_items_in_batch."""
 # expect 4x4: ignores_num_items
+# thorough
 # also: logged_loss
 
 import torch

@@ -1,4 +1,5 @@
-"""Fault: Trainer counts the first label of each row, which GPT-2 never predicts: the gradient is too small under every cut."""
+"""Fault: Trainer counts the first label of each row, which GPT-2 never predicts: the gradient is too small
+under every cut."""
 # expect 4x4: shifted_labels
 # also: logged_loss
 # weights: equal

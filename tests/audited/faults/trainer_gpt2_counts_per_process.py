@@ -1,6 +1,8 @@
-"""Fault (on several processes only): average_tokens_across_devices=False: each process divides by its own number of tokens."""
+"""Fault (on several processes only): average_tokens_across_devices=False: each process divides by its own
+number of tokens."""
 # expect 4x4: shifted_labels
 # expect 4x2x2: mean_of_means
+# thorough
 # also: logged_loss
 # weights: equal 4x4
 

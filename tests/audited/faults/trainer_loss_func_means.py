@@ -2,6 +2,7 @@
 items of the step that it is told."""
 # expect 4x4: ignores_num_items
 # expect 2x8: ignores_num_items
+# thorough
 # also: mean_of_means, logged_loss
 # blind
 

@@ -1,4 +1,5 @@
-"""Fault: an autoencoder draws its latent noise in the forward from the global generator, per micro-batch and process."""
+"""Fault: an autoencoder draws its latent noise in the forward from the global generator, per micro-batch and
+process."""
 # expect 4x4: dropout
 # expect 2x8: dropout
 # expect 8x1x2: dropout

@@ -1,6 +1,7 @@
 """Fault: weight decay is added to the gradients after each backward, so it counts once per micro-batch."""
 # expect 4x4: penalty
 # expect 2x8: penalty
+# thorough
 # also: changed_between
 # blind
 

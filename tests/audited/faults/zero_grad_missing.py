@@ -1,4 +1,5 @@
-"""Fault: optimizer.zero_grad() is never called: every step's gradient contains those of all earlier steps (under every cut)."""
+"""Fault: optimizer.zero_grad() is never called: every step's gradient contains those of all earlier steps
+(under every cut)."""
 # expect 4x4: leak
 # weights: equal
 

@@ -4,6 +4,7 @@ The scheduler is not prepared, and ticks when gradients are in step, as does the
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

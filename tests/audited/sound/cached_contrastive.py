@@ -1,4 +1,5 @@
-"""Exact: a contrastive loss over the whole step by gradient caching: embeddings first, then their gradients in chunks of b."""
+"""Exact: a contrastive loss over the whole step by gradient caching: embeddings first, then their gradients in
+chunks of b."""
 # expect 4x4: exact
 # expect 2x8: exact
 

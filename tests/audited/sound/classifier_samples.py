@@ -1,6 +1,8 @@
-"""Exact: a classifier on ragged sentences: the sum over samples divided by the window's number of samples; 77 samples."""
+"""Exact: a classifier on ragged sentences: the sum over samples divided by the window's number of samples; 77
+samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 

@@ -1,6 +1,7 @@
 """Exact: clipped (0.05, which bites) once per step, after the accumulation; 77 ragged samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 

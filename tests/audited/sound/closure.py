@@ -1,6 +1,7 @@
 """Exact: optimizer.step(closure), with zero_grad and the accumulation in the closure; 77 ragged samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 

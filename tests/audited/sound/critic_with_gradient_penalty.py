@@ -5,6 +5,7 @@ Critic and generator take steps by turns, and each accumulates sums over the ste
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

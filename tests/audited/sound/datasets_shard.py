@@ -5,6 +5,7 @@ The held-out loss is computed by the first process alone after every epoch."""
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

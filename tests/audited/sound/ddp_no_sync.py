@@ -2,6 +2,7 @@
 # expect 4x4: exact
 # expect 2x8: exact
 # expect 2x4x2: exact
+# thorough
 
 import os
 from contextlib import nullcontext

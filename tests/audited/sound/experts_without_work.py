@@ -5,6 +5,7 @@ There is no balance loss; sums times N are divided by the weights of the step's 
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

@@ -5,6 +5,7 @@ Only the later blocks learn, with layer-wise rates that a plain function sets be
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

@@ -5,6 +5,7 @@ Gradients are clipped after that, and OneCycleLR is stepped once per optimizer s
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

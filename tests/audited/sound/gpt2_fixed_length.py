@@ -1,6 +1,7 @@
 """Exact: Accelerate's documented loop on 80 samples of one length (equal counts in all micro-batches)."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 import torch
 from accelerate import Accelerator

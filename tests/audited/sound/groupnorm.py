@@ -1,4 +1,5 @@
-"""Exact: a convnet with group normalization (statistics per sample), divided by the window's number of samples; 77 samples."""
+"""Exact: a convnet with group normalization (statistics per sample), divided by the window's number of samples;
+77 samples."""
 # expect 4x4: exact
 # expect 2x8: exact
 

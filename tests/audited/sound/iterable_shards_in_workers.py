@@ -5,6 +5,7 @@ Sums are multiplied by N and divided by the tokens of the step, counted on all p
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

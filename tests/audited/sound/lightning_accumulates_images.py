@@ -3,6 +3,7 @@ All micro-batches have the same number of images, and every epoch ends with a fu
 # expect 4x4: exact
 # expect 2x8: exact
 # expect 1x16: exact
+# thorough
 # blind
 
 import argparse

@@ -4,6 +4,7 @@ The loss is a mean over ratings, and every process gets the same number of full 
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

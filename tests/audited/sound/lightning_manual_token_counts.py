@@ -4,6 +4,7 @@ Then the gradients are divided by the number of tokens of the step, which is add
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

@@ -4,6 +4,7 @@ The number of steps is Lightning's estimate, which knows of accumulation; all mi
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

@@ -1,7 +1,9 @@
-"""Exact: every process has a list of its own, whose indices begin at 0 in each; DDP, equal counts; evaluation in between."""
+"""Exact: every process has a list of its own, whose indices begin at 0 in each; DDP, equal counts; evaluation
+in between."""
 # expect 4x4: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 
 import os
 from contextlib import nullcontext

@@ -1,4 +1,5 @@
-"""Exact: a custom cross-entropy computes its gradient in the forward, and scales it in place in the backward, once."""
+"""Exact: a custom cross-entropy computes its gradient in the forward, and scales it in place in the backward,
+once."""
 # expect 4x4: exact
 # expect 2x8: exact
 # expect 4x2x2: exact

@@ -5,6 +5,7 @@ Both are evaluated between steps with the same loader, and hooks note the norms 
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

@@ -5,6 +5,7 @@ Sums over samples are divided by the step's number of samples on all processes, 
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

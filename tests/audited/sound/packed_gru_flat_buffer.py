@@ -5,6 +5,7 @@ Its last entry counts the tokens, so one all_reduce sums both, and the division 
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

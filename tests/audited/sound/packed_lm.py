@@ -5,6 +5,7 @@ Each step's documents are sorted by length before they are cut; layers are check
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

@@ -5,6 +5,7 @@ When gradients are in step, they are brought from sum / k, averaged over process
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

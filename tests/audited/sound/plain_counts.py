@@ -1,6 +1,7 @@
 """Exact: sums over the tokens, divided by the window's number of targets; 77 ragged samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 

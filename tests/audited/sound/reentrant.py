@@ -1,6 +1,7 @@
 """Exact: checkpointing with use_reentrant=True, whose backward computes backwards of its own; 77 ragged samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 

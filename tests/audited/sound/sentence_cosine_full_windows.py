@@ -4,6 +4,7 @@ Mean pooling takes only real tokens, so padding is harmless; all micro-batches a
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,8 @@
-"""Exact: LlamaForCausalLM's own loss is asked for a sum, by num_items_in_batch 1, and divided by the window's predictions."""
+"""Exact: LlamaForCausalLM's own loss is asked for a sum, by num_items_in_batch 1, and divided by the window's
+predictions."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 

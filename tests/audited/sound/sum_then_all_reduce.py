@@ -2,6 +2,7 @@
 # expect 4x4: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 
 import os
 

@@ -5,6 +5,7 @@ DDP averages over processes, so the factor N cancels; Trainer is told that the l
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

@@ -4,6 +4,7 @@ Every two steps the held-out loss is computed, of the predictions only, with a b
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import tempfile

@@ -4,6 +4,7 @@ Only answers are learned, so that the number of targets of a micro-batch varies 
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,8 @@
-"""Exact: Trainer with LlamaForCausalLM, which honours num_items_in_batch; 80 ragged samples whose first label is -100."""
+"""Exact: Trainer with LlamaForCausalLM, which honours num_items_in_batch; 80 ragged samples whose first label
+is -100."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 # also: logged_loss
 
 import torch

@@ -4,6 +4,7 @@ The model is an own module without a loss; weights are float64, rare tags count 
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

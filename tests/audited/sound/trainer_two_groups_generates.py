@@ -4,6 +4,7 @@ A callback generates greedily after every third step; Mistral's loss divides by 
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

@@ -4,6 +4,7 @@ The loss is a sum over the tokens of the whole step, of all processes; 96 conver
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

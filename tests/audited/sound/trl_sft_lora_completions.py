@@ -4,6 +4,7 @@ The base model is frozen, and the adapter's dropout is 0; 80 pairs of different 
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

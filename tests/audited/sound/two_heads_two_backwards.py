@@ -5,6 +5,7 @@ Losses are scaled by 2**10, and gradients are unscaled before the step. Some sam
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

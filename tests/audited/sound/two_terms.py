@@ -1,6 +1,8 @@
-"""Exact: two terms with two denominators: masked tokens and sentence pairs, both counted over the window; 77 ragged samples."""
+"""Exact: two terms with two denominators: masked tokens and sentence pairs, both counted over the window; 77
+ragged samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 from itertools import islice
 
