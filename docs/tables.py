@@ -98,9 +98,9 @@ def how_exact() -> str:
     text = (
         "Error of the gradient in the first / the last step of an epoch, which has fewer samples, beside one large batch. Tiny "
         f"models in float64: the sizes are examples. Of {len(audited)} loops of packages {num_exact} are exact in "
-        f"micro-batches ([audited.md](docs/audited.md)). At first sight, before it was mended by them, the "
-        f"audit named the fault of {named} of {len(faults)} programs, missed {missed}, and accused {accused} of {len(sound)} "
-        "sound ones ([audit.md](docs/audit.md))."
+        f"micro-batches ([audited.md](docs/audited.md)). At first sight the audit "
+        f"named {named} of {len(faults)} faults, missed {missed}, and accused {accused} of {len(sound)} sound programs "
+        "([audit.md](docs/audit.md))."
     )
     return f"{table(['loop', *MODELS.values()], lines)}\n{fill(text)}\n"
 

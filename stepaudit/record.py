@@ -52,7 +52,87 @@ class EnoughSteps(BaseException):
     """Ends a program once all requested steps are recorded. No Exception: handlers of the program must not catch it."""
 
 
-class Recorder:
+class _Following:
+    """Follows the optimizers of a program: which parameters are in which track.
+
+    Args:
+        model: whose parameters are watched; None: the parameters of every optimizer that trains modules that are called.
+    """
+
+    def __init__(self, model: nn.Module | None):
+        self.model = model
+        self.tracks: list[Track] = []
+        self.calls: list[Call] = []  # of the model, since the last backward
+        self.batches, self.averages, self.interview = Batches(), Averages(), Interview(is_wanted=model is None)
+        self.followed_modules: set[nn.Module] = set()
+        self.is_in_backward = self.has_new_groups = False  # groups of parameters, in an optimizer
+        self.stack = contextlib.ExitStack()
+
+    def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Add a track for each optimizer that trains a called module, or for the optimizer that steps.
+
+        No parameter is in two tracks: an optimizer of parameters that others have, too, gets a track of the remaining ones, and
+        its steps are recorded in all of these.
+        """
+        called_modules = {unwrap(module) for module, *_ in self.calls}
+        if self.model is not None:
+            if not self.tracks:
+                self._add_track(self.model, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
+            return
+        is_known = called_modules <= self.followed_modules and not self.has_new_groups
+        if self.tracks and is_known and optimizer is None:
+            return
+        self.has_new_groups = self.has_new_groups and optimizer is not None
+        self.followed_modules |= called_modules
+        module_ids = {id(p) for module in self.followed_modules for p in module.parameters()}
+        candidates = [optimizer] if optimizer is not None else _find_objects(torch.optim.Optimizer)
+        groups = [_list_parameters(candidate) for candidate in candidates if hasattr(candidate, "param_groups")]
+        called_groups = [group for group in groups if optimizer is not None or any(id(p) in module_ids for p in group)]
+        if not called_groups and not self.tracks and not module_ids:  # no module is called
+            called_groups = sorted(groups, key=len)[-1:]
+        for parameters in sorted(called_groups, key=len, reverse=True):
+            tracked_ids = {id(p) for track in self.tracks for p in track.parameters}
+            if remaining := [p for p in parameters if id(p) not in tracked_ids]:
+                self._add_track(*_name_parameters(remaining, called_modules))
+
+    def _add_track(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]) -> None:
+        track = Track(model, parameters)
+        self.tracks.append(track)
+        self.stack.callback(track.watch(lambda: self.is_in_backward and not self.interview.is_asking))
+        if model is not None and self.model is None:
+            self.averages.find(model)
+
+    def _find_tracks(self, optimizer: torch.optim.Optimizer) -> list[Track]:
+        """Find the tracks of the parameters that an optimizer steps."""
+        parameters = _list_parameters(optimizer)
+        tracked_ids = {id(p) for track in self.tracks for p in track.parameters}
+        if any(id(p) not in tracked_ids for p in parameters):
+            self._follow_optimizers(optimizer)
+        ids = {id(p) for p in parameters}
+        return [track for track in self.tracks if any(id(p) in ids for p in track.parameters)]
+
+    def _find_assigned(self, tensor: torch.Tensor) -> tuple[Track, int] | None:
+        """Find the parameter whose gradient a program assigns, unless a backward has computed some in the same step."""
+        if self.is_in_backward or self.interview.is_asking or not isinstance(tensor, nn.Parameter):
+            return None
+        for track in self.tracks:
+            number = next((number for number, p in enumerate(track.parameters) if p is tensor), None)
+            if number is not None:
+                by_backward = any(not micro_step.is_assigned for micro_step in track.step.micro_steps)
+                return None if by_backward or track.stepping is not None else (track, number)
+        return None
+
+    def _end_assignment(self, tensor: torch.Tensor) -> None:
+        if (found := self._find_assigned(tensor)) is not None:
+            track, number = found
+            track.assigned.add(number)
+
+    def _add_group(self, add: Callable, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        add(optimizer, *args, **kwargs)
+        self.has_new_groups = True
+
+
+class Recorder(_Following):
     """Records the optimizer steps taken inside `with recorder:`.
 
     Args:
@@ -70,17 +150,13 @@ class Recorder:
         model: nn.Module | None = None,
         is_full: bool = False,
     ):
-        self.num_steps, self.keep_parameters, self.model, self.is_full = num_steps, keep_parameters, model, is_full
+        super().__init__(model)
+        self.num_steps, self.keep_parameters, self.is_full = num_steps, keep_parameters, is_full
         self.short_dtypes: set[str] = set()
-        self.tracks: list[Track] = []
-        self.calls: list[Call] = []  # of the model, since the last backward
-        self.batches, self.averages, self.interview = Batches(), Averages(), Interview(is_wanted=model is None)
         self.open_averages: list[Step] = []  # steps behind which the averages were not looked at
-        self.followed_modules: set[nn.Module] = set()
         self.depth = 0
-        self.is_in_backward = self.has_called = self.is_synchronised = False
+        self.has_called = self.is_synchronised = False
         self.is_cut_off = False
-        self.has_new_groups = False  # of parameters, in an optimizer
         self.num_children = 0
         self.logs = set(LOGS)
 
@@ -311,22 +387,6 @@ class Recorder:
             if number in track.assigned:
                 self._add_assignments(track, track.describe_assignments())
 
-    def _end_assignment(self, tensor: torch.Tensor) -> None:
-        if (found := self._find_assigned(tensor)) is not None:
-            track, number = found
-            track.assigned.add(number)
-
-    def _find_assigned(self, tensor: torch.Tensor) -> tuple[Track, int] | None:
-        """Find the parameter whose gradient a program assigns, unless a backward has computed some in the same step."""
-        if self.is_in_backward or self.interview.is_asking or not isinstance(tensor, nn.Parameter):
-            return None
-        for track in self.tracks:
-            number = next((number for number, p in enumerate(track.parameters) if p is tensor), None)
-            if number is not None:
-                by_backward = any(not micro_step.is_assigned for micro_step in track.step.micro_steps)
-                return None if by_backward or track.stepping is not None else (track, number)
-        return None
-
     def _add_assignments(self, track: Track, micro_step: MicroStep) -> None:
         """Add a gradient that the program has assigned to the step."""
         self._describe(None, [micro_step])
@@ -355,10 +415,6 @@ class Recorder:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
         return talk(*args, **kwargs)
 
-    def _add_group(self, add: Callable, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        add(optimizer, *args, **kwargs)
-        self.has_new_groups = True
-
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         ids = {id(p) for p in _list_parameters(scheduler.optimizer)}
         for track in self.tracks:
@@ -372,49 +428,6 @@ class Recorder:
         log(owner, values, *args, **kwargs)
 
     # ---------------------------------------------------------------------------------------- what is read from it
-
-    def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Add a track for each optimizer that trains a called module, or for the optimizer that steps.
-
-        No parameter is in two tracks: an optimizer of parameters that others have, too, gets a track of the remaining ones, and
-        its steps are recorded in all of these.
-        """
-        called_modules = {unwrap(module) for module, *_ in self.calls}
-        if self.model is not None:
-            if not self.tracks:
-                self._add_track(self.model, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
-            return
-        is_known = called_modules <= self.followed_modules and not self.has_new_groups
-        if self.tracks and is_known and optimizer is None:
-            return
-        self.has_new_groups = self.has_new_groups and optimizer is not None
-        self.followed_modules |= called_modules
-        module_ids = {id(p) for module in self.followed_modules for p in module.parameters()}
-        candidates = [optimizer] if optimizer is not None else _find_objects(torch.optim.Optimizer)
-        groups = [_list_parameters(candidate) for candidate in candidates if hasattr(candidate, "param_groups")]
-        called_groups = [group for group in groups if optimizer is not None or any(id(p) in module_ids for p in group)]
-        if not called_groups and not self.tracks and not module_ids:  # no module is called
-            called_groups = sorted(groups, key=len)[-1:]
-        for parameters in sorted(called_groups, key=len, reverse=True):
-            tracked_ids = {id(p) for track in self.tracks for p in track.parameters}
-            if remaining := [p for p in parameters if id(p) not in tracked_ids]:
-                self._add_track(*_name_parameters(remaining, called_modules))
-
-    def _add_track(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]) -> None:
-        track = Track(model, parameters, self.is_full)
-        self.tracks.append(track)
-        self.stack.callback(track.watch(lambda: self.is_in_backward and not self.interview.is_asking))
-        if model is not None and self.model is None:
-            self.averages.find(model)
-
-    def _find_tracks(self, optimizer: torch.optim.Optimizer) -> list[Track]:
-        """Find the tracks of the parameters that an optimizer steps."""
-        parameters = _list_parameters(optimizer)
-        tracked_ids = {id(p) for track in self.tracks for p in track.parameters}
-        if any(id(p) not in tracked_ids for p in parameters):
-            self._follow_optimizers(optimizer)
-        ids = {id(p) for p in parameters}
-        return [track for track in self.tracks if any(id(p) in ids for p in track.parameters)]
 
 
 def find_place() -> str:

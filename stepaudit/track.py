@@ -19,6 +19,9 @@ NUM_LOOKS = 2  # steps before which the parameters are compared with those after
 HOOK_TOLERANCE, SHORT_HOOK_TOLERANCE = 1e-3, 0.05
 
 
+_SIGNS: Signs = {}  # of projections, drawn once
+
+
 @dataclasses.dataclass
 class OpenStep:
     """Facts of a step that the optimizer has not taken yet.
@@ -27,6 +30,7 @@ class OpenStep:
         micro_steps: backwards since the last step.
         unclipped_gradient, clipped_gradient: sketches before and after the program clips; None: it has not.
         gradient: sketch of what the optimizer takes; None: not known yet.
+        initial_gradient: sketch of the gradient before the present backward.
         dtype: as of `Step`.
         moved: as of `Step`.
         has_closure: whether the optimizer's step computes gradients itself.
@@ -38,6 +42,7 @@ class OpenStep:
     unclipped_gradient: np.ndarray | None = None
     clipped_gradient: np.ndarray | None = None
     gradient: np.ndarray | None = None
+    initial_gradient: np.ndarray | None = None
     dtype: str = ""
     moved: np.ndarray | None = None
     has_closure: bool = False
@@ -52,11 +57,9 @@ class Track:
     Args:
         model: the module that the parameters belong to; None if unknown.
         parameters: name -> parameter.
-        is_full: what the program computes in 16 bits is computed in float32.
     """
 
-    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter], is_full: bool = False):
-        self.is_full = is_full
+    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]):
         self.parameters = list(parameters.values())
         self.stepping: torch.optim.Optimizer | None = None  # an optimizer whose step has begun and not ended
         self.owned: np.ndarray | None = None  # 1 for the numbers of its parameters, 0 for others; None: it has all
@@ -69,7 +72,6 @@ class Track:
         self.hook_tolerance = (
             SHORT_HOOK_TOLERANCE if any(p.dtype in SHORT_DTYPES for p in self.parameters) else HOOK_TOLERANCE
         )
-        self.signs: Signs = {}
         self.assigned: set[int] = set()  # parameters whose gradient was assigned since the last backward
         self.is_in_backward: Callable[[], bool] = lambda: False
         self.handles: dict[int, torch.utils.hooks.RemovableHandle] = {}  # of hooks, by the number of the parameter
@@ -133,7 +135,7 @@ class Track:
     def _note_part(self, number: int, gradient: torch.Tensor) -> None:
         if self.is_in_backward():
             with torch.no_grad():
-                projection, previous_part = project(gradient, self.signs), self.raw_parts[number]
+                projection, previous_part = project(gradient, _SIGNS), self.raw_parts[number]
                 self.raw_parts[number] = projection.clone() if previous_part is None else previous_part + projection
 
     def sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
@@ -151,11 +153,12 @@ class Track:
         """Note the gradient before a backward."""
         self._hook_parameters()
         self.raw_parts, self.has_stepped = [None] * len(self.parameters), False
-        self.initial_gradient = self.sketch_gradient()
+        self.step.initial_gradient = self.sketch_gradient()
 
     def end_backward(self, is_synchronised: bool) -> MicroStep | None:
         """Describe a backward after its end; None if it did not concern these parameters."""
-        gradient, initial_gradient = self.sketch_gradient(), self.initial_gradient
+        gradient, initial_gradient = self.sketch_gradient(), self.step.initial_gradient
+        assert initial_gradient is not None
         part = gradient - initial_gradient
         if any(value is not None for value in self.raw_parts):
             raw_part = np.concatenate(
@@ -251,7 +254,7 @@ class Track:
 
     def _note_gradient(self) -> None:
         self.step.gradient = self._select_owned(self.sketch_gradient())
-        is_cut = not self.is_full and (len(self.step.micro_steps) > 1 or self.recording.num_processes > 1)
+        is_cut = len(self.step.micro_steps) > 1 or self.recording.num_processes > 1
         self.step.dtype = _find_short_dtype(self.parameters) if is_cut else ""
 
     def end_step(self, optimizer: torch.optim.Optimizer, keep_parameters: bool) -> None:
@@ -320,7 +323,12 @@ def _add_backward(micro_step: MicroStep, other: MicroStep) -> None:
 
 
 def _find_short_dtype(parameters: Sequence[nn.Parameter]) -> str:
-    """Find the dtype of 16 bits that holds all numbers of the gradients exactly; empty if there is none."""
+    """Find the dtype of 16 bits that holds all numbers of the gradients exactly; empty if there is none.
+
+    Nothing is found while all is computed in float32 (`precision.compute_in_float32`), as nothing can be cast then.
+    """
+    if torch.zeros(1).to(SHORT_DTYPES[0]).dtype != SHORT_DTYPES[0]:
+        return ""
     for dtype in SHORT_DTYPES:
         num_numbers, fits = 0, True
         for parameter in parameters:

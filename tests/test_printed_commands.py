@@ -339,7 +339,7 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     monkeypatch.setattr(
         audit,
         "record",
-        lambda program, variation, num_steps, timeout, mode="": recorder.record(
+        lambda program, variation, num_steps, timeout, mode="", announce=None: recorder.record(
             program, variation, num_steps, mode=mode
         ),
     )
