@@ -4,6 +4,7 @@ The other modules use documented functions only, though some are replaced while 
 tests/test_internals.py fails where an upgrade changes a part that is used here. Looked up in torch 2.13 and datasets 5.2.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ def put_last_hook_first(parameter: torch.Tensor) -> None:
     last, others = hooks.popitem(), list(hooks.items())
     hooks.clear()
     hooks.update([last, *others])
+
+
+def find_objects(kind: type) -> list[Any]:
+    """Find all objects of a class that live, frozen ones (`gc.freeze`) aside; no property of theirs is asked."""
+    return [value for value in gc.get_objects() if issubclass(type(value), kind)]
 
 
 def count_changes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stepaudit._internals import count_changes
+from stepaudit._internals import count_changes, find_objects
 from stepaudit.random_projection import sketch
 
 COLUMNS = 16  # numbers that are kept of each module
@@ -32,7 +32,7 @@ class Averages:
         shapes, model_ids = Counter(tuple(p.shape) for p in model.parameters()), {id(p) for p in model.parameters()}
         known_ids = {id(p) for parameters in self.modules for p in parameters}
         gc.collect()  # models that are gone follow nothing
-        modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+        modules = find_objects(nn.Module)
         # The largest first: a module inside another one is known with it
         for parameters in sorted(([*module.parameters()] for module in modules), key=len, reverse=True):
             if not parameters or any(id(p) in model_ids | known_ids for p in parameters):

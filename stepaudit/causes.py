@@ -187,7 +187,8 @@ KINDS = {
     ),
     "num_steps": Cause("another number of steps", "count optimizer steps, and end at the same one on every layout"),
     "rounding": Cause(
-        "the rounding is larger than the tolerance", "take a tolerance that suits the precision, or audit in float64"
+        "the rounding is larger than the tolerance",
+        "nothing, where the verdict is exact: the step is the same in float32; else a tolerance that suits the precision",
     ),
     "not_finite": Cause("the gradient is not finite", "look for empty micro-batches (0 / 0) and overflow in 16 bits"),
     "parameters": Cause(

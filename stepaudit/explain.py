@@ -111,7 +111,7 @@ def explain_gradient(question: Question) -> list[Finding]:
     for explanation in EXPLANATIONS:
         if findings := explanation.explain(question):
             return findings
-    return [_admit(question)]
+    return [_admit(question), *question.tail]
 
 
 def _as_list(finding: Finding | None) -> Findings:
@@ -532,6 +532,5 @@ EXPLANATIONS = (
     ),
     Explanation(_explain_hooks, "where processes are reduced at once, the effect of hooks is not seen"),
     Explanation(_explain_own_dropouts, "the program's own noise was not asked"),
-    Explanation(lambda q: [_admit(q), *q.tail] if q.tail else None, "a tail beside something unknown"),
 )
 """Explanations in their order: the first that fits is given, so that what follows from one cause is not named as another."""

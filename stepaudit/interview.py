@@ -107,6 +107,8 @@ class Interview:
         if not self.is_wanted or not is_scalar or self.has_talked or not tracks or probe.allows_single_backward(loss):
             return {}
         parameters = [p for track in tracks for p in track.parameters if p.requires_grad]
+        if any(hasattr(p, "full_tensor") for p in parameters):  # FSDP would reduce the gradients of a question
+            return {}
         try:
             with self._asking():
                 terms = take_gradients(loss, parameters, self.grad)

@@ -65,13 +65,16 @@ def read_launcher(words: list[str]) -> Launched:
     settings = _read_config(flags[CONFIG_FLAG]) if flags.get(CONFIG_FLAG) else {}
     settings |= flags
     numbers = [settings[name] for name in NUMBER_FLAGS if settings.get(name, "").isdecimal()]
+    if numbers and int(numbers[0]) < 1:
+        name = next(name for name in NUMBER_FLAGS if settings.get(name) == numbers[0])
+        raise UsageError(f"--{name} of {launcher} is {numbers[0]}, must be 1 or more")
     known = {*NUMBER_FLAGS, *VARIABLES, CONFIG_FLAG}
     return Launched(
         program=rest[place:],
         num_processes=int(numbers[0]) if numbers else None,
         variables={variable: settings[name] for name, variable in VARIABLES.items() if settings.get(name)},
         launcher=launcher,
-        unread_flags=[f"--{name}" for name in flags if name not in known],
+        unread_flags=[word for word in rest[:place] if word.startswith("-") and _normalize(word)[0] not in known],
     )
 
 
@@ -81,12 +84,17 @@ def _read_flags(words: list[str]) -> dict[str, str]:
     name = ""
     for word in words:
         if word.startswith("-"):
-            name, _, value = word.lstrip("-").partition("=")
-            name = name.replace("-", "_")
+            name, value = _normalize(word)
             flags[name] = value
         elif name:
             flags[name] = flags[name] or word
     return flags
+
+
+def _normalize(word: str) -> tuple[str, str]:
+    """Split --NAME=VALUE into the name, with underscores, and the value, empty if there is none."""
+    name, _, value = word.lstrip("-").partition("=")
+    return name.replace("-", "_"), value
 
 
 def _read_config(path: str) -> dict[str, str]:

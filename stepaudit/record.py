@@ -6,7 +6,6 @@ schedulers' ticks. Of Trainer and Accelerator only the losses that they log are 
 
 import contextlib
 import functools
-import gc
 import inspect
 import os
 import sys
@@ -22,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stepaudit import probe
-from stepaudit._internals import FETCHERS, LoaderIterator, is_transformed
+from stepaudit._internals import FETCHERS, LoaderIterator, find_objects, is_transformed
 from stepaudit.assignments import watch_assignments
 from stepaudit.averages import Averages
 from stepaudit.batches import Batches, UsedBatch
@@ -85,7 +84,7 @@ class _Following:
         self.has_new_groups = self.has_new_groups and optimizer is not None
         self.followed_modules |= called_modules
         module_ids = {id(p) for module in self.followed_modules for p in module.parameters()}
-        candidates = [optimizer] if optimizer is not None else _find_objects(torch.optim.Optimizer)
+        candidates = [optimizer] if optimizer is not None else find_objects(torch.optim.Optimizer)
         groups = [_list_parameters(candidate) for candidate in candidates if hasattr(candidate, "param_groups")]
         called_groups = [group for group in groups if optimizer is not None or any(id(p) in module_ids for p in group)]
         if not called_groups and not self.tracks and not module_ids:  # no module is called
@@ -458,7 +457,7 @@ def _name_parameters(
     """
     ids, model, by_name = {id(p) for p in parameters}, None, {}
     called_modules = list(modules)
-    for module in [*called_modules, *_find_objects(nn.Module)]:
+    for module in [*called_modules, *find_objects(nn.Module)]:
         if isinstance(module, DistributedDataParallel):
             continue
         module_parameters = {n: p for n, p in module.named_parameters() if id(p) in ids}
@@ -474,10 +473,6 @@ def _sum_numbers(tensors: Any) -> float | None:
     """Sum the tensors that a backward starts from; None unless all of them are single numbers."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     return sum(float(tensor.detach()) for tensor in tensors) if all(tensor.numel() == 1 for tensor in tensors) else None
-
-
-def _find_objects(kind: type) -> list:
-    return [value for value in gc.get_objects() if issubclass(type(value), kind)]
 
 
 @contextlib.contextmanager

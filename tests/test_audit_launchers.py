@@ -25,7 +25,7 @@ def train(tmp_path, monkeypatch):
     [
         ("train.py --num_processes 3", "", None, {}, []),
         ("python train.py", "python", None, {}, []),
-        ("/usr/bin/python3.11 -u train.py", "python", None, {}, ["--u"]),
+        ("/usr/bin/python3.11 -u train.py", "python", None, {}, ["-u"]),
         ("torchrun --nproc_per_node=2 --standalone train.py", "torchrun", 2, {}, ["--standalone"]),
         ("torchrun --nproc-per-node 2 train.py", "torchrun", 2, {}, []),
         ("torchrun --nproc_per_node gpu train.py", "torchrun", None, {}, []),
@@ -64,6 +64,10 @@ def test_launchers(train, words, launcher, number, variables, unread):
     ("words", "message"),
     [
         ("torchrun --nproc_per_node 2 other.py", "torchrun is given without a program that is a file"),
+        (
+            "accelerate launch --num_processes 0 train.py",
+            "--num_processes of accelerate launch is 0, must be 1 or more",
+        ),
         ("accelerate launch --config_file none.yaml train.py", "--config_file none.yaml cannot be read: No such file"),
     ],
 )
