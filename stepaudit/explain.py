@@ -185,6 +185,32 @@ def _explain_own_dropouts(q: Question) -> Findings:
     return [Finding("dropout", list_names(dropouts), q.place), *q.tail] if dropouts else None
 
 
+def _explain_frozen(q: Question) -> Findings:
+    """Find parameters that are trained under one layout and not under the other, where all others are right."""
+    ends = np.cumsum(q.recording.sizes)[:-1]
+    parts = zip(q.recording.names, np.split(q.true_gradient, ends), np.split(q.gradient, ends), strict=True)
+    wrong = [(name, r.any(), g.any()) for name, r, g in parts if relative(g - r, norm_of(q.true_gradient)) > q.margin]
+    if not wrong or any(in_reference == is_here for _, in_reference, is_here in wrong):
+        return None
+    where = "have no gradient in the reference" if wrong[0][2] else "have none, as they have in the reference"
+    names = list_names([name for name, *_ in wrong])
+    return [Finding("parameters", q.place, f"{names} {where}; all others are right")]
+
+
+def _explain_constants(q: Question) -> Findings:
+    """Conclude by exclusion that the loss is given something that was computed without gradient from the micro-batch.
+
+    The model and the loss have answered that they mix nothing that has a gradient, and the model was given the same.
+    """
+    answers = [layout[0].facts for layout in (q.processes, q.reference)]
+    window = [m for process in q.processes for m in get_window(process.steps[q.t])]
+    is_odd = any(m.is_assigned or m.part is None for m in window) or q.recording.steps[q.t].is_by_closure
+    if answers[0] != [] or answers[1] not in ([], None) or is_odd or q.changes or not q.true_gradient.any():
+        return None
+    evidence = "targets, weights or statistics without a gradient are computed from the micro-batch (no_grad, detach)"
+    return [Finding("mixed_loss", q.place, f"neither the model nor the loss mixes what has a gradient: {evidence}")]
+
+
 def _admit(q: Question) -> Finding:
     evidence = f"{q.ratio:.4g} times the gradient, and a rest" if np.isfinite(q.ratio) else "it is 0 in the reference"
     reason = q.recording.unasked or q.reference[0].unasked
@@ -532,5 +558,7 @@ EXPLANATIONS = (
     ),
     Explanation(_explain_hooks, "where processes are reduced at once, the effect of hooks is not seen"),
     Explanation(_explain_own_dropouts, "the program's own noise was not asked"),
+    Explanation(_explain_frozen, "no gradient at all is a fact, but it may follow from other samples or inputs"),
+    Explanation(_explain_constants, "nothing else is left"),
 )
 """Explanations in their order: the first that fits is given, so that what follows from one cause is not named as another."""

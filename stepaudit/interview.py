@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stepaudit import probe
-from stepaudit.micro_batch import Call, count_rows, unwrap
+from stepaudit.micro_batch import Call, count_rows, find_owners, unwrap
 from stepaudit.recording import MicroStep
 from stepaudit.terms import take_gradients
 from stepaudit.track import Track
@@ -89,14 +89,15 @@ class Interview:
                 tensor.retain_grad()
 
     def ask_loss(self, loss: Any, calls: list[Call], num_samples: int | None) -> list[probe.Fact] | None:
-        """Ask whether the loss mixes samples; None: it cannot be asked. `num_samples` as of `probe.ask_loss`."""
+        """Ask whether the loss mixes samples; None: it cannot be asked. `num_samples` as of `probe.find_own_rows`."""
         if not self._can_ask() or not calls or loss is None:
             return None
         modules = {unwrap(module) for module, *_ in calls}
         names = {module: name for model in modules for name, module in model.named_modules()}
         activations = [(names.get(module, ""), module, output) for _, module, output in self.activations]
         with self._asking():
-            facts = probe.ask_loss(loss, activations, count_rows(calls), num_samples, self.grad)
+            own_rows = probe.find_own_rows(count_rows(calls), num_samples, find_owners(calls))
+            facts = probe.ask_loss(loss, activations, own_rows, self.grad)
         if self.generator is not None and not self.generator.equal(torch.get_rng_state()):
             facts = [*(facts or []), ["dropout", "between the model and the loss"]]
         return facts

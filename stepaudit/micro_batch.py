@@ -28,6 +28,10 @@ def describe_call(micro_step: MicroStep, calls: list[Call], batch: Any) -> Call 
         named_inputs, tensors = find_tensors(call)
         if tensors:
             _describe_inputs(micro_step, call[0], named_inputs, tensors, batch)
+            if samples := _find_ragged(call):
+                micro_step.num_rows, micro_step.other_rows, micro_step.shared = len(samples), [], []
+                micro_step.rows = [describe_row(sample) for sample in samples]
+                micro_step.num_numbers, micro_step.values = sum(map(torch.numel, samples)), None
             return call
     return None
 
@@ -70,10 +74,30 @@ def _describe_others(micro_step: MicroStep, tensors: list[torch.Tensor], batch: 
         if storage in seen or not tensor.ndim or tensor.numel() > MAX_NUMBERS or tensor.grad_fn is not None:
             continue
         seen.add(storage)
+        if len(tensor) == len(tensors[0]) and names_owners(tensor):
+            continue
         if len(tensor) == len(tensors[0]) and len(micro_step.other_rows) < MAX_TENSORS:
             micro_step.other_rows.append([describe_row(row) for row in tensor])
         elif len(tensor) != len(tensors[0]) and len(micro_step.shared) < MAX_TENSORS:
             micro_step.shared.append(describe_row(tensor)[:2])
+
+
+def names_owners(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor names the sample of each row, by its place in the micro-batch: 0, 0, 0, 1, 1, 2."""
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return False
+    steps = tensor.diff()
+    return len(tensor) > 1 and int(tensor[0]) == 0 and bool(((steps == 0) | (steps == 1)).all()) and bool(steps.any())
+
+
+def _find_ragged(call: Call) -> list[torch.Tensor]:
+    """Find the samples of a micro-batch that is a list of tensors [length, ...] of several lengths; else empty."""
+    for value in [*call[1], *call[2].values()]:
+        parts = list(value) if isinstance(value, (list, tuple)) else []
+        is_list = all(isinstance(part, torch.Tensor) and part.ndim for part in parts)
+        if is_list and len({part.shape[1:] for part in parts}) == 1 < len({len(part) for part in parts}):
+            return parts
+    return []
 
 
 def find_tensors(call: Call) -> tuple[dict, list[torch.Tensor]]:
@@ -107,6 +131,11 @@ def count_rows(calls: list[Call]) -> int:
     """Count the rows of the first tensor that the first call was given; 0 if there is none."""
     tensors = [tensor for call in calls[:1] for tensor in find_tensors(call)[1]]
     return len(tensors[0]) if tensors else 0
+
+
+def find_owners(calls: list[Call]) -> torch.Tensor | None:
+    """Find the tensor of the first call that names the sample of each row; None if there is none."""
+    return next((tensor for call in calls[:1] for tensor in find_tensors(call)[1] if names_owners(tensor)), None)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

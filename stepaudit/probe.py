@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
-from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise
+from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise, is_close
 
 TOLERANCE = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
 MAX_NUMBERS = 10_000  # of a parameter's gradient that are looked at
@@ -54,21 +54,19 @@ def allows_single_backward(loss: torch.Tensor) -> bool:
     return False
 
 
-def ask_loss(
-    loss: Any, activations: list[Activation], num_rows: int, num_samples: int | None, grad: Grad
-) -> list[Fact] | None:
+def ask_loss(loss: Any, activations: list[Activation], own_rows: torch.Tensor, grad: Grad) -> list[Fact] | None:
     """Tell whether the loss mixes samples after the activations, and where. The graph is left as it is.
 
     Args:
         loss: the value that a backward starts from.
         activations: name, module and output [rows * any, ...] of each module that was called, in the order of their ends.
-        num_rows: rows of the micro-batch.
-        num_samples: samples that the rows were collated from; None if unknown. A sample may have several rows (a pair).
+        own_rows: bool [rows of the micro-batch], those that may be of the first sample (`find_own_rows`).
         grad: `torch.autograd.grad`.
 
     Returns:
         At most one fact, `batch_norm`, `expert_balance`, `mixed_samples` or `mixed_loss`; None where nothing can be said.
     """
+    num_rows = len(own_rows)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or num_rows < 2 or not loss.requires_grad:
         return None
     activations = [
@@ -83,7 +81,6 @@ def ask_loss(
     activations = [
         activation for activation, gradient in zip(activations, gradients, strict=True) if gradient is not None
     ]
-    own_rows = _find_own_rows(num_rows, num_samples)
     states: dict[int, bool | None] = {}
 
     def mixes(number: int) -> bool | None:
@@ -107,22 +104,42 @@ def ask_loss(
         return []
     if not mixes(low - 1):
         return None
-    name, module, _ = activations[low - 1]
+    return [_name_mixing(activations, low, own_rows, grad)]
+
+
+def _name_mixing(activations: list[Activation], low: int, own_rows: torch.Tensor, grad: Grad) -> Fact:
+    """Name where samples are mixed: behind activation `low` - 1, and in front of the next one."""
+    name, module, mixed = activations[low - 1]
+    before = _name_module(name, module)
     if EXPERT_NAME.search(f"{name} {type(module).__name__}"):
-        return [["expert_balance", _name_module(name, module)]]
-    if low > last:
-        return [["mixed_loss", f"the loss, after {_name_module(name, module)}"]]
+        return ["expert_balance", before]
+    if low == len(activations):
+        return ["mixed_loss", f"the loss, after {before}"]
     name, module, _ = activations[low]
+    place = _name_module(name, module)
     if EXPERT_NAME.search(f"{name} {type(module).__name__}"):
-        return [["expert_balance", _name_module(name, module)]]
+        return ["expert_balance", place]
     if isinstance(module, BatchNorm):
-        return [["batch_norm", _name_module(name, module)]]
-    before, place = _name_module(*activations[low - 1][:2]), _name_module(name, module)
-    return [["mixed_samples", f"{place}, or between {before} and it"]]
+        return ["batch_norm", place]
+    # The loss may be given the activation itself, beside what is computed from it
+    if not any(_reaches(output, mixed, own_rows, grad) for *_, output in activations[low:]):
+        return ["mixed_loss", f"the loss, after {before}"]
+    return ["mixed_samples", f"{place}, or between {before} and it"]
 
 
-def _find_own_rows(num_rows: int, num_samples: int | None) -> torch.Tensor:
-    """Find the rows that may be the first sample's, bool [rows]: row 0; of pairs also row 1 and the second half's first."""
+def find_own_rows(num_rows: int, num_samples: int | None, owners: torch.Tensor | None) -> torch.Tensor:
+    """Find the rows that may be the first sample's: row 0; of pairs also row 1 and the second half's first.
+
+    Args:
+        num_rows: rows of the micro-batch.
+        num_samples: samples that the rows were collated from; None if unknown. A sample may have several rows (a pair).
+        owners: int [rows], the number of each row's sample (a graph's nodes); None if the program names none.
+
+    Returns:
+        bool [rows].
+    """
+    if owners is not None and len(owners) == num_rows:
+        return (owners == owners[0]).cpu()
     is_own, rows = torch.zeros(num_rows, dtype=torch.bool), 1
     if num_samples and num_rows > num_samples > 1 and num_rows % num_samples == 0:
         rows = num_rows // num_samples
@@ -162,6 +179,72 @@ def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, own_rows: torch.Ten
     return bool(cross_effect > MIN_MIXING * torch.maximum(self_effect, cross_effect))
 
 
+def _reaches(output: torch.Tensor, activation: torch.Tensor, own_rows: torch.Tensor, grad: Grad) -> bool:
+    """Tell whether the first sample's rows of an output depend on other samples' rows of an earlier activation."""
+    rows = output[: len(output) // len(own_rows)]
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    direction = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(rows)
+    (gradient,) = grad((rows * direction).sum(), activation, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return False
+    effects = gradient.detach().abs().reshape(len(own_rows), -1).amax(1)
+    return bool(effects[~own_rows.to(effects.device)].max() > MIN_MIXING * effects.max())
+
+
+def ask_packing(
+    module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int]
+) -> tuple[list[Fact] | None, str]:
+    """Tell whether a sample of a packed row sees the one in front of it, where positions show where samples begin.
+
+    The tokens of the first sample are put in another order: what is returned for the samples behind it must stay.
+
+    Args:
+        module: the model.
+        args, kwargs: of a call with one row [1, length], or with [length].
+        output_numbers: places of those returned tensors on which the loss depends.
+
+    Returns:
+        As of `ask_model`.
+    """
+    selection = _RowSelection(args, kwargs, 1, torch.float64)
+    leaves = [leaf for leaf in tree_leaves(selection.call) if isinstance(leaf, torch.Tensor)]
+    positions = next((leaf for leaf in leaves if _restarts(leaf)), None)
+    if positions is None:
+        return None, "a micro-batch has one row"
+    length = positions.shape[-1]
+    second = int((positions.flatten()[1:] == 0).nonzero()[0]) + 1
+    order = torch.arange(length)
+    order[:second] = order[:second].flip(0)
+
+    def reorder(leaf: Any) -> Any:
+        is_row = isinstance(leaf, torch.Tensor) and leaf is not positions and leaf.ndim and length in leaf.shape[:2]
+        return leaf.index_select(list(leaf.shape[:2]).index(length), order) if is_row else leaf
+
+    try:
+        model, outputs = _cast(copy.deepcopy(module), torch.float64).eval(), []
+        for other_args, other_kwargs in (selection.call, tree_map(reorder, selection.call)):
+            with torch.no_grad(), fix_noise(1):
+                outputs.append(find_outputs(model(*other_args, **other_kwargs)))
+    except Exception as error:  # of any kind, as in `ask_model`
+        return None, f"a micro-batch has one row; {type(error).__name__}"
+    for number, (whole, other) in enumerate(zip(*outputs, strict=False)):
+        if number in output_numbers and whole.shape == other.shape and length in whole.shape[:2]:
+            dimension = list(whole.shape[:2]).index(length)
+            rest, other_rest = (tensor.narrow(dimension, second, length - second) for tensor in (whole, other))
+            if not is_close(rest, other_rest, TOLERANCE):
+                return [["packing", f"{type(module).__name__}, the second sample of a row"]], ""
+    return [], ""
+
+
+def _restarts(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor [length] or [1, length] holds positions that begin anew with each of several samples."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() != tensor.shape[-1] or tensor.numel() < 2:
+        return False
+    flat = tensor.flatten()
+    is_first = flat == 0
+    return bool(is_first[0] and is_first.sum() > 1 and ((flat[1:] == flat[:-1] + 1) | is_first[1:]).all())
+
+
 def ask_model(
     module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int
 ) -> tuple[list[Fact] | None, str]:
@@ -179,7 +262,7 @@ def ask_model(
         Facts with the causes of `find_entrances`, None where the model cannot be asked; and why it cannot, else empty.
     """
     if num_rows < 2:
-        return None, "a micro-batch has one row"
+        return ask_packing(module, args, kwargs, output_numbers)
     if (num_numbers := sum(parameter.numel() for parameter in module.parameters())) > MAX_PARAMETERS:
         return None, f"it has {num_numbers:,} parameters"
     reason = ""

@@ -135,7 +135,7 @@ class Recorder(_Following):
     """Records the optimizer steps taken inside `with recorder:`.
 
     Args:
-        num_steps: raise `EnoughSteps` after so many; None: never.
+        num_steps: raise `EnoughSteps` after so many; None or 0: never.
         model: whose parameters are watched; None: the parameters of every optimizer that trains modules that are called.
         keep_parameters: put the parameters back after every step, so that every gradient is taken at the first parameters, and
             an error in one step is not seen again in all later steps.
@@ -375,7 +375,7 @@ class Recorder(_Following):
                 track.end_step(optimizer, self.keep_parameters and not self.averages.have_ever_changed)
                 self.open_averages.append(track.recording.steps[-1])
         largest_track = max(self.tracks, key=lambda track: sum(p.numel() for p in track.parameters), default=None)
-        if largest_track is not None and len(largest_track.recording.steps) == self.num_steps:
+        if self.num_steps and largest_track is not None and len(largest_track.recording.steps) == self.num_steps:
             self._look_at_averages()
             self.is_cut_off = True
             raise EnoughSteps

@@ -77,6 +77,7 @@ class Step:
         learning_rates: of the parameter groups.
         num_ticks: steps of learning rate schedulers since the previous step.
         micro_steps: the backwards since the previous step.
+        options: of the parameter groups, other than rates: name -> numbers (betas, momentum, weight_decay).
         logged_losses: losses that the program logged after the step.
         is_clipped_early: torch clipped the gradient, and something changed it between the clipping and the step.
         dtype: of 16 bits, if all numbers of the gradient fit in it; else empty.
@@ -99,6 +100,7 @@ class Step:
     averages: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     moved: np.ndarray | None = None
     is_by_closure: bool = False
+    options: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ A loss is split where its graph is linear: sums, means, stacks, products with co
 so a step's gradient under another cut is a sum of the same gradients of terms with other weights.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -36,11 +37,11 @@ def take_gradients(
         grad: `torch.autograd.grad`.
 
     Returns:
-        For each term the gradients of the parameters, in the scale of the loss; None where the loss is one term, or more than
-        `MAX_TERMS`.
+        For each term the gradients of the parameters, in the scale of the loss; None where the loss is one term. Of many terms
+        the last ones are taken as one.
     """
     edges, has_leaves = _split(loss)
-    if not 2 <= len(edges) + has_leaves <= MAX_TERMS:
+    if len(edges) + has_leaves < 2:
         return None
     scales = grad(loss, edges, retain_graph=True, allow_unused=True) if edges else []
     gradients = [
@@ -68,19 +69,25 @@ def _subtract(whole: torch.Tensor | None, part: torch.Tensor | None) -> torch.Te
 
 
 def _split(loss: torch.Tensor) -> tuple[list[GradientEdge], bool]:
-    """Find the places of the graph behind which it is not linear, and whether parameters are reached by linear steps alone."""
-    pending: list[tuple[Node, int]] = [(loss.grad_fn, loss.output_nr)] if loss.grad_fn is not None else []
+    """Find the places of the graph behind which it is not linear, and whether parameters are reached by linear steps alone.
+
+    The outermost sums are split first, until there are `MAX_TERMS`: a penalty of many parameters stays one term then.
+    """
+    pending: deque[tuple[Node, int]] = deque([(loss.grad_fn, loss.output_nr)] if loss.grad_fn is not None else [])
     edges: dict[tuple[int, int], GradientEdge] = {}
     has_leaves, visited = False, 0
     while pending and visited < MAX_NODES:
-        node, number = pending.pop()
+        node, number = pending.popleft()
         visited += 1
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
         # Linear if one input alone has a gradient; a quotient, if it is the one in front
         is_scaled = node.name() == "MulBackward0" or (
             node.name() == "DivBackward0" and node.next_functions[0][0] is not None
         )
-        if node.name() in LINEAR or (is_scaled and len(parents) == 1):
+        num_terms = len(edges) + len(pending) + has_leaves + len(parents)
+        if (node.name() in LINEAR or (is_scaled and len(parents) == 1)) and (
+            len(parents) < 2 or num_terms <= MAX_TERMS
+        ):
             pending += parents
         elif node.name().endswith("AccumulateGrad"):
             has_leaves = True

@@ -291,6 +291,7 @@ class Track:
                 num_averages=step.num_averages,
                 moved=step.moved,
                 is_by_closure=step.has_closure,
+                options=[_read_options(group) for group in optimizer.param_groups],
             )
         )
         self.step, self.last_gradient, self.stepping = OpenStep(), None, None
@@ -341,3 +342,13 @@ def _find_short_dtype(parameters: Sequence[nn.Parameter]) -> str:
         if fits and num_numbers >= 64:
             return name_dtype(dtype)
     return ""
+
+
+def _read_options(group: dict) -> dict[str, list[float]]:
+    """Read the numbers of a parameter group that an optimizer's update depends on, other than rates."""
+    numbers = {}
+    for name, value in group.items():
+        values = value if isinstance(value, (tuple, list)) else [value]
+        if name != "params" and not name.endswith("lr") and all(isinstance(v, (int, float)) for v in values):
+            numbers[name] = [float(v) for v in values]
+    return numbers

@@ -5,7 +5,6 @@ task's loss is divided by k."""
 # expect 8x1x2: exact
 # expect 4x2x2: penalty
 # blind 3
-# open
 # thorough
 
 import contextlib

@@ -4,7 +4,6 @@ no sum over samples."""
 # expect 2x8: mixed_loss
 # expect 8x1x2: mixed_loss
 # blind 3
-# open
 # thorough
 
 import os

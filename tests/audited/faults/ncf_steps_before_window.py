@@ -3,7 +3,6 @@ comes after a single micro-batch."""
 # expect 4x4: first_window
 # expect 2x8: first_window
 # blind 3
-# open
 # thorough
 
 import torch

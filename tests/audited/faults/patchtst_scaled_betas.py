@@ -5,7 +5,6 @@ accumulation: other betas with every k."""
 # expect 8x1x2: exact
 # expect 4x2x2: update
 # blind 3
-# open
 # thorough
 
 import contextlib

@@ -6,7 +6,6 @@ over all images."""
 # also: mixed_samples, other_inputs
 # size: 0.032
 # blind 2
-# open
 # thorough
 
 import os

@@ -4,7 +4,7 @@ window is not a number."""
 # expect 2x8: not_finite
 # expect 8x2: mean_of_means
 # blind 3
-# open
+# also: mean_of_means
 # thorough
 
 import torch

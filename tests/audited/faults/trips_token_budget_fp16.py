@@ -6,7 +6,6 @@ out."""
 # also: batch_size
 # size: 0.04
 # blind 2
-# open
 
 import os
 

@@ -4,7 +4,6 @@ their numbers of samples."""
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # blind 2
-# thorough
 
 import os
 from contextlib import nullcontext
