@@ -21,7 +21,7 @@ from stepaudit.samples import (
     explain_values,
     is_copied,
 )
-from stepaudit.vectors import WEIGHT_TOLERANCE, are_alike, norm_of, relative, solve_weights
+from stepaudit.vectors import WEIGHT_TOLERANCE, are_alike, compute_rest, norm_of, relative, solve_weights
 from stepaudit.windows import Processes, format_counts, get_counts, get_window, list_all_micro_steps
 
 SHORT_DTYPE_ERROR = 0.05  # relative error that 16 bits explain
@@ -175,9 +175,15 @@ def _explain_suspects(q: Question) -> Findings:
     return None if is_asked or not suspects else suspects + q.tail
 
 
+def _explain_facts(q: Question) -> Findings:
+    is_mixed = any(finding.cause == "mixed_loss" for finding in q.facts)  # no sum: its size tells no tail
+    return [*q.facts, *([] if is_mixed else q.tail)] or None
+
+
 def _explain_hooks(q: Question) -> Findings:
-    names = q.recording.hooked_parameters
-    return [Finding("gradient_hooks", q.place, f"of {list_names(names)}")] if names else None
+    names, lines = q.recording.hooked_parameters, q.recording.hook_lines
+    hooks = f"of {list_names(names)}" if names else f"registered at {list_names(lines)}" if lines else ""
+    return [Finding("gradient_hooks", q.place, hooks)] if hooks else None
 
 
 def _explain_own_dropouts(q: Question) -> Findings:
@@ -375,7 +381,7 @@ def _explain_by_weights(
         (process, m) for process in processes if t < len(process.steps) for m in process.steps[t].micro_steps
     ]
     window = [(process, m) for process in processes if t < len(process.steps) for m in get_window(process.steps[t])]
-    num_lost = len(step.micro_steps) - len(get_window(step))
+    num_lost = len(all_micro_steps) - len(window)
     if all(
         m.is_assigned for _, m in window
     ):  # each is a gradient that took the place of the one before, or the sum so far
@@ -388,12 +394,8 @@ def _explain_by_weights(
     if true_weights is None or weights is None:
         return None
     if true_rest > margin:
-        if (
-            num_lost
-            and (all_weights := solve_weights([m.part for _, m in all_micro_steps], true_gradient))[0] is not None
-            and all_weights[1] <= margin
-        ):
-            return [Finding("emptied_between", place, f"{num_lost} of {len(step.micro_steps)} are lost")]
+        if num_lost and compute_rest([m.part for _, m in all_micro_steps], true_gradient) <= margin:
+            return [Finding("emptied_between", place, f"{num_lost} of {len(all_micro_steps)} are lost")]
         return _find_penalty(reference[0], processes, t, window, true_gradient, gradient, margin, place)
     if rest > margin:
         evidence = "the sum of its micro-batches is right, what the optimizer gets is not that sum"
@@ -402,7 +404,10 @@ def _explain_by_weights(
     if (num_ignored := int((np.abs(weights) <= margin * largest_weight).sum())) and not (
         np.abs(true_weights) <= margin * largest_weight
     ).any():
-        return [Finding("emptied_between", place, f"{num_ignored} of {len(window)} are lost")]
+        is_touched = any(m.is_touched and not m.is_fresh for _, m in window)  # made small, and not emptied
+        return (is_touched and changes) or [
+            Finding("emptied_between", place, f"{num_ignored} of {len(window)} are lost")
+        ]
     if (num_again := int((np.abs(true_weights) <= margin * np.abs(true_weights).max()).sum())) and are_alike(weights):
         evidence = f"{num_again} of {len(window)} are in the backward of a later one, too"
         return [Finding("counted_again", place, evidence)]
@@ -544,7 +549,7 @@ EXPLANATIONS = (
     Explanation(lambda q: _as_list(explain_rows(q.reference, q.processes, q.t)), "other inputs have other gradients"),
     Explanation(lambda q: _as_list(explain_values(q.reference, q.processes, q.t)), "so do other numbers in other rows"),
     Explanation(_explain_drawing, "so does what collate draws for all rows"),
-    Explanation(lambda q: [*q.facts, *q.tail] if q.facts else None, "the model showed it when it was asked"),
+    Explanation(_explain_facts, "the model showed it when it was asked"),
     Explanation(
         lambda q: q.changes, "a change on the way to the optimizer may be right: it is a cause if there is no other"
     ),

@@ -207,7 +207,7 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         findings += _find_wrong_log(
             g.logged_losses, true_loss, f"step {t + 1}", len(get_window(g)), recording.num_processes
         )
-        if recording.has_moved and not error <= tolerance:
+        if recording.has_moved and not (error <= tolerance and _rates_agree(r, g, tolerance)):
             break  # later steps are taken from other parameters
     is_wrong = any(not finding.is_harmless for finding in findings) or len(recording.steps) < len(
         reference_recording.steps

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stepaudit import probe
@@ -44,6 +44,11 @@ COLLECTIVES = {
     "allgather", "_allgather_base", "allreduce", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce",
     "_reduce_scatter_base", "reduce_scatter", "scatter",
 }  # fmt: skip
+# By which a program may change gradients on their way.
+HOOKS = (
+    (torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook"),
+    (nn.Module, "register_full_backward_pre_hook"),
+)  # fmt: skip
 MAX_CALLS = 64  # of modules between two backwards
 
 
@@ -158,6 +163,8 @@ class Recorder(_Following):
         self.is_cut_off = False
         self.num_children = 0
         self.logs = set(LOGS)
+        self.hook_lines: list[str] = []
+        self.follows_losses = False  # a schedule looks at losses, which must be those of parameters that move
 
     @property
     def recording(self) -> Recording:
@@ -166,10 +173,10 @@ class Recorder(_Following):
         recordings = [track.recording for track in ordered_tracks if track.recording.steps or track.step.micro_steps]
         for track in ordered_tracks:
             track.recording.unfinished_micro_steps = track.step.micro_steps
-            track.recording.has_moved = not self.keep_parameters or self.averages.have_ever_changed
+            track.recording.has_moved = not self.puts_back
             track.recording.is_cut_off = self.is_cut_off
             track.recording.draws_in_collate = self.batches.draws_in_collate
-            track.recording.collectives = self.interview.collectives
+            track.recording.collectives, track.recording.hook_lines = self.interview.collectives, self.hook_lines
             track.recording.facts, track.recording.unasked = self.interview.facts, self.interview.unasked
             track.recording.honours_num_items = self.interview.honours_num_items
             dtypes = {name_dtype(p.dtype) for p in track.parameters if p.dtype in SHORT_DTYPES}
@@ -179,6 +186,11 @@ class Recorder(_Following):
         )[0]
         largest_recording.other_recordings, largest_recording.num_children = recordings[1:], self.num_children
         return largest_recording
+
+    @property
+    def puts_back(self) -> bool:
+        """Whether parameters are put back after each step: what follows the weights, or their loss, would stand still."""
+        return self.keep_parameters and not (self.averages.have_ever_changed or self.follows_losses)
 
     def _make_empty_recording(self) -> Recording:
         return Recording(process_index=int(os.environ.get("RANK", "0")))
@@ -194,6 +206,8 @@ class Recorder(_Following):
             stack.enter_context(_replace(torch.autograd, "backward", self._backward))
             stack.enter_context(_replace(torch.autograd, "grad", self._grad))
             stack.enter_context(_replace(nn.Module, "__call__", self._call))
+            for owner, name in HOOKS:
+                stack.enter_context(_replace(owner, name, self._register_hook))
             stack.enter_context(watch_assignments(self._begin_assignment, self._end_assignment))
             stack.enter_context(_replace(torch.optim.Optimizer, "add_param_group", self._add_group))
             stack.enter_context(_replace(LRScheduler, "step", self._tick))
@@ -371,8 +385,9 @@ class Recorder(_Following):
     def _end_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         for track in self.tracks:
             if track.stepping is optimizer:
-                # What follows the weights would stand still if they did
-                track.end_step(optimizer, self.keep_parameters and not self.averages.have_ever_changed)
+                if not track.recording.steps:
+                    self.follows_losses |= any(True for _ in find_objects(ReduceLROnPlateau))
+                track.end_step(optimizer, self.puts_back)
                 self.open_averages.append(track.recording.steps[-1])
         largest_track = max(self.tracks, key=lambda track: sum(p.numel() for p in track.parameters), default=None)
         if self.num_steps and largest_track is not None and len(largest_track.recording.steps) == self.num_steps:
@@ -409,6 +424,15 @@ class Recorder(_Following):
             track.end_clipping()
         return value
 
+    def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2).f_code.co_filename  # behind `_replace`
+        is_own = Path(caller).parent == Path(__file__).parent
+        if not is_own and not is_installed(caller) and not isinstance(owner, nn.Parameter):
+            line = find_place()
+            if line not in self.hook_lines:
+                self.hook_lines.append(line)
+        return register(owner, *args, **kwargs)
+
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self.is_in_backward and self.calls:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
@@ -437,10 +461,15 @@ def find_place() -> str:
         name = frame.f_code.co_filename
         if not name.startswith((own, "<")):
             place = place or f"{Path(name).name}, line {frame.f_lineno}"
-            if "site-packages" not in name and "dist-packages" not in name:
+            if not is_installed(name):
                 return f"{Path(name).name}, line {frame.f_lineno}"
         frame = frame.f_back
     return place
+
+
+def is_installed(name: str) -> bool:
+    """Tell whether a file is of an installed package, or of torch's own code, and not of a program."""
+    return "site-packages" in name or "dist-packages" in name
 
 
 def _list_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

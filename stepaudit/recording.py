@@ -115,6 +115,7 @@ class Recording:
         batch_norms: modules that compute statistics of their batch.
         dropouts: modules that draw noise.
         hooked_parameters: parameters with hooks of the program on their gradients.
+        hook_lines: where the program registers hooks on the gradients of other tensors, or of modules.
         facts: [cause, place] of each fault that the model showed when it was asked again (`probe.py`); None: it was not asked.
         unasked: why the model was not asked, or could not answer; else empty.
         honours_num_items: whether the model's loss follows the `num_items_in_batch` that it is given; None: it is given none.
@@ -139,6 +140,7 @@ class Recording:
     batch_norms: list[str] = dataclasses.field(default_factory=list)
     dropouts: list[str] = dataclasses.field(default_factory=list)
     hooked_parameters: list[str] = dataclasses.field(default_factory=list)
+    hook_lines: list[str] = dataclasses.field(default_factory=list)
     facts: list[list[str]] | None = None
     unasked: str = ""
     honours_num_items: bool | None = None

@@ -22,6 +22,15 @@ def solve_weights(parts: Sequence[np.ndarray | None], gradient: np.ndarray) -> t
     return weights, relative(matrix @ weights - gradient, norm_of(gradient))
 
 
+def compute_rest(parts: Sequence[np.ndarray | None], gradient: np.ndarray) -> float:
+    """Return the relative rest of a gradient that no weighted sum of the parts gives; parts may be alike."""
+    if not parts or any(part is None for part in parts) or len(parts) + 1 >= np.count_nonzero(gradient):
+        return float("inf")
+    matrix = np.stack(parts).T
+    weights = np.linalg.lstsq(matrix, gradient, rcond=1e-10)[0]
+    return relative(matrix @ weights - gradient, norm_of(gradient))
+
+
 def are_alike(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= WEIGHT_TOLERANCE * np.abs(values).max())
 
