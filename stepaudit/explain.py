@@ -211,6 +211,7 @@ def _explain_constants(q: Question) -> Findings:
     answers = [layout[0].facts for layout in (q.processes, q.reference)]
     window = [m for process in q.processes for m in get_window(process.steps[q.t])]
     is_odd = any(m.is_assigned or m.part is None for m in window) or q.recording.steps[q.t].is_by_closure
+    is_odd |= bool(q.recording.unasked or q.reference[0].unasked)  # a part of the model has not answered
     if answers[0] != [] or answers[1] not in ([], None) or is_odd or q.changes or not q.true_gradient.any():
         return None
     evidence = "targets, weights or statistics without a gradient are computed from the micro-batch (no_grad, detach)"
@@ -411,6 +412,9 @@ def _explain_by_weights(
     if (num_again := int((np.abs(true_weights) <= margin * np.abs(true_weights).max()).sum())) and are_alike(weights):
         evidence = f"{num_again} of {len(window)} are in the backward of a later one, too"
         return [Finding("counted_again", place, evidence)]
+    if _counts_down(window, weights / true_weights):
+        numbers = ", ".join(f"{weight:.4g}" for weight in (weights / true_weights)[:8])
+        return [Finding("counted_again", place, f"micro-batches count {numbers} times: sums so far are added up")]
     if are_alike(true_weights) and not are_alike(weights):
         evidence = ", ".join(f"{weight:.4g}" for weight in (weights / true_weights)[:8])
         return changes or [Finding("changed_between", place, f"micro-batches are weighted by {evidence}")]
@@ -418,6 +422,15 @@ def _explain_by_weights(
     findings = _explain_weights(window, true_weights / weights, len(get_window(step)), k, place, mixed_findings)
     is_unknown = [finding.evidence.startswith(UNKNOWN_WEIGHTS) for finding in findings] == [True]
     return changes if changes and is_unknown else findings
+
+
+def _counts_down(window: list[tuple[Recording, MicroStep]], weights: np.ndarray) -> bool:
+    """Tell whether the micro-batches of each process count k, k - 1, ..., 1 times, whatever the last one's weight is."""
+    for process in {id(recording): recording for recording, _ in window}.values():
+        own = weights[[recording is process for recording, _ in window]]
+        if len(own) < 2 or not np.allclose(own / own[-1], np.arange(len(own), 0, -1), rtol=WEIGHT_TOLERANCE, atol=0):
+            return False
+    return True
 
 
 def _explain_weights(

@@ -45,6 +45,7 @@ class Interview:
         self.collectives: list[str] = []
         self.has_talked = False  # since the last backward
         self.honours_num_items: bool | None = None
+        self.modes: dict[nn.Module, list[bool]] = {}  # of the modules of each model, in training or not
         self.grad = torch.autograd.grad  # while a program is recorded, it is replaced
 
     @contextlib.contextmanager
@@ -60,6 +61,13 @@ class Interview:
         self.has_talked = True
         if text not in self.collectives:
             self.collectives.append(text)
+
+    def look_at_modes(self, module: nn.Module) -> None:
+        """Ask a model again, that is called with other modules in training than before: another model, as it were."""
+        modes = [part.training for part in module.modules()]
+        if self.modes.setdefault(module, modes) != modes:
+            self.modes[module] = modes
+            self.probes_left = MAX_PROBES if self.is_wanted and os.environ.get("RANK", "0") == "0" else 0
 
     def _can_ask(self) -> bool:
         if self.has_talked:
@@ -133,9 +141,10 @@ class Interview:
         if loss_facts is not None or answers:
             model_facts = [fact for facts in answers for fact in facts]
             mixing_causes = {"batch_norm", "mixed_samples"} & {cause for cause, _ in model_facts}
-            self.facts = model_facts + [
+            new_facts = model_facts + [
                 fact for fact in loss_facts or [] if not (mixing_causes and fact[0] != "dropout")
             ]
+            self.facts = [*(self.facts or []), *(fact for fact in new_facts if fact not in (self.facts or []))]
             self.probes_left = 0
 
     def _ask_call(self, call: Call, outputs: list[torch.Tensor]) -> list[probe.Fact] | None:

@@ -141,6 +141,11 @@ def _pair_recordings(recordings: list[Recording], others: list[Recording]) -> li
     return pairs
 
 
+def _is_vague(finding: Finding) -> bool:
+    """Tell whether a finding explains little: the model was asked, or a factor is no number that a loop multiplies by."""
+    return finding.cause in ASKED or (finding.cause == "factor" and " = " not in finding.evidence)
+
+
 def _find_same(recording: Recording, first: Recording, process: Recording) -> Recording:
     """Find the recording of another process that is of the same parameters as one of the first process; else its largest."""
     if first is process:
@@ -163,6 +168,7 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
     causes = {finding.cause for finding in findings}
     columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
     worst, is_early = ("", -1.0), is_first_step_early(reference, other)
+    balanced: list[int] = []  # steps whose rate makes up for a factor of the gradient
     for t, (r, g) in enumerate(zip(reference_recording.steps, recording.steps, strict=False)):
         # Clipping can hide a factor, and can itself be wrong: the larger error counts.
         pairs = (r.unclipped_gradient, g.unclipped_gradient), (r.gradient, g.gradient)
@@ -194,9 +200,12 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
             if not relative(gradient - true_gradient, norm) <= tolerance:
                 loss_ratio = loss / true_loss if true_loss else 1.0
                 question = Question(reference, other, t, true_gradient, gradient, loss_ratio, tolerance)
+                if columns["update_errors"][-1] <= UPDATE_TOLERANCE / 100 and _is_balanced(r, g, question):
+                    balanced.append(t)
+                    continue
                 # A fault that an earlier step's numbers have named is not another one here
                 is_named = any(not finding.is_harmless for finding in findings)
-                findings += [f for f in explain_gradient(question) if not (is_named and f.cause in ASKED)]
+                findings += [f for f in explain_gradient(question) if not (is_named and _is_vague(f))]
         if (
             _rates_agree(r, g, tolerance)
             and columns["update_errors"][-1] > UPDATE_TOLERANCE
@@ -209,25 +218,12 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         )
         if recording.has_moved and not (error <= tolerance and _rates_agree(r, g, tolerance)):
             break  # later steps are taken from other parameters
-    is_wrong = any(not finding.is_harmless for finding in findings) or len(recording.steps) < len(
-        reference_recording.steps
-    )
-    if is_early:
-        windows = [len(get_window(step)) for step in recording.steps]
-        findings.append(Finding("first_window", "step 1", f"then every {windows[1]}: step % k == 0?"))
-        is_wrong = True
-    if is_early:
-        pass  # what is left at the end follows from windows that begin too early
-    elif _list_unfinished(recording) and is_wrong and not _list_unfinished(reference_recording):
-        findings.append(
-            Finding("last_window", "at the end", f"{len(_list_unfinished(recording))} micro-batches without a step")
-        )
-    elif not _list_unfinished(recording) and (num_samples := count_dropped_samples(reference, other)):
-        evidence = f"{num_samples} samples, too few for a whole step"
-        findings.append(Finding("dropped", f"step {len(reference_recording.steps)}", evidence))
-    elif len(reference_recording.steps) != len(recording.steps):
-        findings.append(Finding("num_steps", "", f"{len(recording.steps)}, not {len(reference_recording.steps)}"))
-    wrong_rates = _find_wrong_rates(reference_recording, recording, tolerance)
+    findings += _find_wrong_end(reference, other, is_early, any(not finding.is_harmless for finding in findings))
+    if balanced:
+        evidence = "the gradient times a factor, and the rate divided by it: the update is the same"
+        findings.append(Finding("factor", f"step {balanced[0] + 1}", evidence, is_harmless=True))
+    is_all_balanced = len(balanced) == len(recording.steps) > 0
+    wrong_rates = [] if is_all_balanced else _find_wrong_rates(reference_recording, recording, tolerance)
     findings += wrong_rates or _find_wrong_options(reference_recording, recording, tolerance)
     name, largest = worst
     num_unfinished = max(len(_list_unfinished(recording)), len(_list_unfinished(reference_recording)))
@@ -235,6 +231,19 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         findings = [finding for finding in findings if finding.cause != "not_a_sum"]
     findings = select_first_findings(findings)
     return Comparison(**columns, worst=name, worst_error=largest, findings=findings, num_unfinished=num_unfinished)
+
+
+def _find_wrong_end(reference: Processes, other: Processes, is_early: bool, is_wrong: bool) -> list[Finding]:
+    """Find out why there are more steps, or fewer, or micro-batches behind the last one; `is_wrong`: steps differ already."""
+    recording, steps, true_steps = other[0], other[0].steps, reference[0].steps
+    if is_early:  # what is left at the end follows from it
+        return [Finding("first_window", "step 1", f"then every {len(get_window(steps[1]))}: step % k == 0?")]
+    num_left = len(_list_unfinished(recording))
+    if num_left and (is_wrong or len(steps) < len(true_steps)) and not _list_unfinished(reference[0]):
+        return [Finding("last_window", "at the end", f"{num_left} micro-batches without a step")]
+    if not num_left and (num_samples := count_dropped_samples(reference, other)):
+        return [Finding("dropped", f"step {len(true_steps)}", f"{num_samples} samples, too few for a whole step")]
+    return [Finding("num_steps", "", f"{len(steps)}, not {len(true_steps)}")] if len(steps) != len(true_steps) else []
 
 
 def find_faults(processes: Processes) -> list[Finding]:
@@ -324,6 +333,14 @@ def _find_wrong_average(reference_recording: Recording, recording: Recording, t:
     error = relative(g.averages - r.averages, norm_of(r.averages - start))
     is_other = np.isfinite(error) and error > AVERAGE_TOLERANCE
     return [Finding("average", place, f"its change differs by {error:.2g} of itself")] if is_other else []
+
+
+def _is_balanced(r: Step, g: Step, question: Question) -> bool:
+    """Tell whether a gradient is c times the true one, and all rates are 1 / c of the true ones."""
+    if not question.is_multiple or len(r.learning_rates) != len(g.learning_rates) or question.ratio <= 0:
+        return False
+    rates = np.array(g.learning_rates) * question.ratio
+    return bool(np.allclose(rates, r.learning_rates, rtol=question.margin, atol=0))
 
 
 def _rates_agree(r: Step, g: Step, tolerance: float) -> bool:

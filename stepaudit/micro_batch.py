@@ -133,6 +133,18 @@ def count_rows(calls: list[Call]) -> int:
     return len(tensors[0]) if tensors else 0
 
 
+def has_restarts(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor [length] or [1, length] holds positions that begin anew with each of several samples."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not is_whole or tensor.numel() != tensor.shape[-1] or tensor.numel() < 2:
+        return False
+    flat = tensor.flatten()
+    is_first = flat == 0
+    return bool(
+        is_first[0] and is_first.sum() > 1 and ((flat[1:] == flat[:-1] + 1) | is_first[1:]).all() and flat.max() > 1
+    )
+
+
 def find_owners(calls: list[Call]) -> torch.Tensor | None:
     """Find the tensor of the first call that names the sample of each row; None if there is none."""
     return next((tensor for call in calls[:1] for tensor in find_tensors(call)[1] if names_owners(tensor)), None)

@@ -17,7 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
-from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise, is_close
+from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise, is_close, number_calls, record_calls
+from stepaudit.micro_batch import has_restarts, names_owners
 
 TOLERANCE = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
 MAX_NUMBERS = 10_000  # of a parameter's gradient that are looked at
@@ -193,56 +194,61 @@ def _reaches(output: torch.Tensor, activation: torch.Tensor, own_rows: torch.Ten
 
 def ask_packing(
     module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int]
-) -> tuple[list[Fact] | None, str]:
-    """Tell whether a sample of a packed row sees the one in front of it, where positions show where samples begin.
+) -> tuple[list[Fact] | None, str] | None:
+    """Tell whether samples that are laid end to end see each other, where a tensor of the call shows where they begin.
 
-    The tokens of the first sample are put in another order: what is returned for the samples behind it must stay.
+    What the first sample is made of is put in another order: what is computed of the samples behind it must stay.
 
     Args:
         module: the model.
-        args, kwargs: of a call with one row [1, length], or with [length].
+        args, kwargs: of a call with rows [length, ...] or [1, length, ...] of all samples, with their positions, which begin
+            anew with each sample, or with the number of each row's sample.
         output_numbers: places of those returned tensors on which the loss depends.
 
     Returns:
-        As of `ask_model`.
+        As of `ask_model`; None where no tensor shows where samples begin.
     """
     selection = _RowSelection(args, kwargs, 1, torch.float64)
-    leaves = [leaf for leaf in tree_leaves(selection.call) if isinstance(leaf, torch.Tensor)]
-    positions = next((leaf for leaf in leaves if _restarts(leaf)), None)
-    if positions is None:
-        return None, "a micro-batch has one row"
-    length = positions.shape[-1]
-    second = int((positions.flatten()[1:] == 0).nonzero()[0]) + 1
-    order = torch.arange(length)
+    leaves = [leaf for leaf in tree_leaves(selection.call) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    marks = next((leaf for leaf in leaves if has_restarts(leaf) or names_owners(leaf)), None)
+    if marks is None:
+        return None
+    is_position, flat = has_restarts(marks), marks.flatten()
+    is_first = flat == 0 if is_position else torch.cat([flat[:1] == 0, flat.diff() == 1])
+    second, sizes = int(is_first.nonzero()[1]), (len(flat), int(is_first.sum()))
+    order = torch.arange(len(flat))
     order[:second] = order[:second].flip(0)
 
     def reorder(leaf: Any) -> Any:
-        is_row = isinstance(leaf, torch.Tensor) and leaf is not positions and leaf.ndim and length in leaf.shape[:2]
-        return leaf.index_select(list(leaf.shape[:2]).index(length), order) if is_row else leaf
+        is_row = isinstance(leaf, torch.Tensor) and leaf is not marks and len(flat) in leaf.shape[:2]
+        return leaf.index_select(list(leaf.shape[:2]).index(len(flat)), order) if is_row else leaf
+
+    def is_changed(whole: torch.Tensor, other: torch.Tensor) -> bool:
+        for size, start in zip(sizes, (second, 1), strict=True):
+            if whole.shape == other.shape and size in whole.shape[:3]:
+                dimension = list(whole.shape[:3]).index(size)
+                rest, other_rest = (tensor.narrow(dimension, start, size - start) for tensor in (whole, other))
+                return not is_close(rest, other_rest, TOLERANCE)
+        return False
+
+    results: list[list[torch.Tensor]] = []
+
+    def compute(call: tuple[tuple, dict]) -> None:
+        results.append(find_outputs(model(*call[0], **call[1])))
 
     try:
-        model, outputs = _cast(copy.deepcopy(module), torch.float64).eval(), []
-        for other_args, other_kwargs in (selection.call, tree_map(reorder, selection.call)):
-            with torch.no_grad(), fix_noise(1):
-                outputs.append(find_outputs(model(*other_args, **other_kwargs)))
+        model = _cast(copy.deepcopy(module), torch.float64).eval()
+        with fix_noise(1):
+            first = record_calls(model, lambda: compute(selection.call))
+        with fix_noise(1):
+            second_calls = number_calls(record_calls(model, lambda: compute(tree_map(reorder, selection.call))))
     except Exception as error:  # of any kind, as in `ask_model`
-        return None, f"a micro-batch has one row; {type(error).__name__}"
-    for number, (whole, other) in enumerate(zip(*outputs, strict=False)):
-        if number in output_numbers and whole.shape == other.shape and length in whole.shape[:2]:
-            dimension = list(whole.shape[:2]).index(length)
-            rest, other_rest = (tensor.narrow(dimension, second, length - second) for tensor in (whole, other))
-            if not is_close(rest, other_rest, TOLERANCE):
-                return [["packing", f"{type(module).__name__}, the second sample of a row"]], ""
-    return [], ""
-
-
-def _restarts(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor [length] or [1, length] holds positions that begin anew with each of several samples."""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() != tensor.shape[-1] or tensor.numel() < 2:
-        return False
-    flat = tensor.flatten()
-    is_first = flat == 0
-    return bool(is_first[0] and is_first.sum() > 1 and ((flat[1:] == flat[:-1] + 1) | is_first[1:]).all())
+        return None, f"its samples are laid end to end; {type(error).__name__}: {str(error).strip()[:120]}"
+    if not any(is_changed(*pair) for n, pair in enumerate(zip(*results, strict=False)) if n in output_numbers):
+        return [], ""
+    pairs = [(call, second_calls.get(key)) for key, call in number_calls(first).items()]
+    places = [a.module_name for a, b in pairs if b and any(map(is_changed, a.outputs, b.outputs))]
+    return [["packing" if is_position else "mixed_samples", places[0] if places else type(module).__name__]], ""
 
 
 def ask_model(
@@ -261,8 +267,10 @@ def ask_model(
     Returns:
         Facts with the causes of `find_entrances`, None where the model cannot be asked; and why it cannot, else empty.
     """
+    if (answer := ask_packing(module, args, kwargs, output_numbers)) is not None:
+        return answer
     if num_rows < 2:
-        return ask_packing(module, args, kwargs, output_numbers)
+        return None, "a micro-batch has one row"
     if (num_numbers := sum(parameter.numel() for parameter in module.parameters())) > MAX_PARAMETERS:
         return None, f"it has {num_numbers:,} parameters"
     reason = ""

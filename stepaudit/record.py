@@ -251,6 +251,7 @@ class Recorder(_Following):
         if is_outermost and torch.is_grad_enabled() and len(self.calls) < MAX_CALLS and not is_recomputation:
             self.calls.append((module, args, kwargs))
             self.has_called = True
+            self.interview.look_at_modes(module)
             self._follow_optimizers()  # here: while FSDP computes, its parameters are others
         elif is_outermost and not torch.is_grad_enabled() and not module.training:
             self.batches.evaluate()
