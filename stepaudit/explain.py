@@ -412,7 +412,7 @@ def _explain_by_weights(
     if (num_again := int((np.abs(true_weights) <= margin * np.abs(true_weights).max()).sum())) and are_alike(weights):
         evidence = f"{num_again} of {len(window)} are in the backward of a later one, too"
         return [Finding("counted_again", place, evidence)]
-    if _counts_down(window, weights / true_weights):
+    if not changes and _counts_down(window, weights / true_weights):
         numbers = ", ".join(f"{weight:.4g}" for weight in (weights / true_weights)[:8])
         return [Finding("counted_again", place, f"micro-batches count {numbers} times: sums so far are added up")]
     if are_alike(true_weights) and not are_alike(weights):

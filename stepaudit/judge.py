@@ -337,7 +337,9 @@ def _find_wrong_average(reference_recording: Recording, recording: Recording, t:
 
 def _is_balanced(r: Step, g: Step, question: Question) -> bool:
     """Tell whether a gradient is c times the true one, and all rates are 1 / c of the true ones."""
-    if not question.is_multiple or len(r.learning_rates) != len(g.learning_rates) or question.ratio <= 0:
+    if not question.is_multiple or len(r.learning_rates) != len(g.learning_rates):
+        return False
+    if question.ratio <= 0 or abs(question.ratio - 1) <= question.margin:
         return False
     rates = np.array(g.learning_rates) * question.ratio
     return bool(np.allclose(rates, r.learning_rates, rtol=question.margin, atol=0))

@@ -84,10 +84,17 @@ def _describe_others(micro_step: MicroStep, tensors: list[torch.Tensor], batch: 
 
 def names_owners(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor names the sample of each row, by its place in the micro-batch: 0, 0, 0, 1, 1, 2."""
-    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if (
+        tensor.ndim != 1
+        or len(tensor) < 2
+        or tensor.is_floating_point()
+        or tensor.is_complex()
+        or tensor.dtype == torch.bool
+    ):
         return False
     steps = tensor.diff()
-    return len(tensor) > 1 and int(tensor[0]) == 0 and bool(((steps == 0) | (steps == 1)).all()) and bool(steps.any())
+    is_counting = bool(((steps == 0) | (steps == 1)).all())
+    return is_counting and int(tensor[0]) == 0 and 0 < int(steps.sum()) < len(steps)
 
 
 def _find_ragged(call: Call) -> list[torch.Tensor]:

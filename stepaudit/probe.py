@@ -197,7 +197,7 @@ def ask_packing(
 ) -> tuple[list[Fact] | None, str] | None:
     """Tell whether samples that are laid end to end see each other, where a tensor of the call shows where they begin.
 
-    What the first sample is made of is put in another order: what is computed of the samples behind it must stay.
+    The first sample becomes its first row, again and again: what is computed of the samples behind it must stay.
 
     Args:
         module: the model.
@@ -216,10 +216,12 @@ def ask_packing(
     is_position, flat = has_restarts(marks), marks.flatten()
     is_first = flat == 0 if is_position else torch.cat([flat[:1] == 0, flat.diff() == 1])
     second, sizes = int(is_first.nonzero()[1]), (len(flat), int(is_first.sum()))
+    if second < 2:
+        return None  # it is its first row
     order = torch.arange(len(flat))
-    order[:second] = order[:second].flip(0)
+    order[:second] = 0
 
-    def reorder(leaf: Any) -> Any:
+    def repeat(leaf: Any) -> Any:
         is_row = isinstance(leaf, torch.Tensor) and leaf is not marks and len(flat) in leaf.shape[:2]
         return leaf.index_select(list(leaf.shape[:2]).index(len(flat)), order) if is_row else leaf
 
@@ -241,7 +243,7 @@ def ask_packing(
         with fix_noise(1):
             first = record_calls(model, lambda: compute(selection.call))
         with fix_noise(1):
-            second_calls = number_calls(record_calls(model, lambda: compute(tree_map(reorder, selection.call))))
+            second_calls = number_calls(record_calls(model, lambda: compute(tree_map(repeat, selection.call))))
     except Exception as error:  # of any kind, as in `ask_model`
         return None, f"its samples are laid end to end; {type(error).__name__}: {str(error).strip()[:120]}"
     if not any(is_changed(*pair) for n, pair in enumerate(zip(*results, strict=False)) if n in output_numbers):

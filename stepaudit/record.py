@@ -52,6 +52,32 @@ HOOKS = (
 MAX_CALLS = 64  # of modules between two backwards
 
 
+class _Logs:
+    """Adds the losses that a program logs through a library to the step before.
+
+    Args:
+        stack: ends the watching.
+        get_steps: returns the steps that are recorded.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, get_steps: Callable[[], list[Step]]):
+        self.stack, self.get_steps, self.unwatched = stack, get_steps, set(LOGS)
+
+    def watch(self) -> None:
+        """Watch the logs of those libraries that the program has imported by now."""
+        for module in self.unwatched & sys.modules.keys():
+            name, losses = LOGS[module]
+            self.stack.enter_context(
+                _replace(getattr(sys.modules[module], name), "log", functools.partial(self._log, losses))
+            )
+            self.unwatched.remove(module)
+
+    def _log(self, names: tuple[str, ...], log: Callable, owner: Any, values: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(values, dict) and (steps := self.get_steps()):
+            steps[-1].logged_losses += [float(values[name]) for name in names if name in values]
+        log(owner, values, *args, **kwargs)
+
+
 class EnoughSteps(BaseException):
     """Ends a program once all requested steps are recorded. No Exception: handlers of the program must not catch it."""
 
@@ -162,7 +188,6 @@ class Recorder(_Following):
         self.has_called = self.is_synchronised = False
         self.is_cut_off = False
         self.num_children = 0
-        self.logs = set(LOGS)
         self.hook_lines: list[str] = []
         self.follows_losses = False  # a schedule looks at losses, which must be those of parameters that move
 
@@ -189,7 +214,7 @@ class Recorder(_Following):
 
     @property
     def puts_back(self) -> bool:
-        """Whether parameters are put back after each step: what follows the weights, or their loss, would stand still."""
+        """Whether parameters are put back after a step: what follows them, or their loss, would stand still."""
         return self.keep_parameters and not (self.averages.have_ever_changed or self.follows_losses)
 
     def _make_empty_recording(self) -> Recording:
@@ -223,16 +248,8 @@ class Recorder(_Following):
             stack.enter_context(_replace(LoaderIterator, "_next_index", self.batches.draw_index))
             stack.enter_context(_replace(LoaderIterator, "__next__", self.batches.draw_batch))
             self.stack = stack.pop_all()
+        self.logs = _Logs(self.stack, lambda: self.recording.steps)
         return self
-
-    def _watch_logs(self) -> None:
-        """Watch the logs of those libraries that the program has imported by now."""
-        for module in self.logs & sys.modules.keys():
-            name, losses = LOGS[module]
-            self.stack.enter_context(
-                _replace(getattr(sys.modules[module], name), "log", functools.partial(self._log, losses))
-            )
-            self.logs.remove(module)
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
@@ -321,7 +338,7 @@ class Recorder(_Following):
     def _begin_backward(self) -> None:
         """Prepare every track before gradients are computed."""
         self._follow_optimizers()
-        self._watch_logs()
+        self.logs.watch()
         self._look_at_averages()
         for track in self.tracks:
             track.begin_backward()
@@ -426,12 +443,8 @@ class Recorder(_Following):
         return value
 
     def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(2).f_code.co_filename  # behind `_replace`
-        is_own = Path(caller).parent == Path(__file__).parent
-        if not is_own and not is_installed(caller) and not isinstance(owner, nn.Parameter):
-            line = find_place()
-            if line not in self.hook_lines:
-                self.hook_lines.append(line)
+        if not isinstance(owner, nn.Parameter) and (line := _find_line_of_program()) not in ["", *self.hook_lines]:
+            self.hook_lines.append(line)
         return register(owner, *args, **kwargs)
 
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -444,14 +457,6 @@ class Recorder(_Following):
         for track in self.tracks:
             track.step.num_ticks += any(id(p) in ids for p in track.parameters)
         tick(scheduler, *args, **kwargs)
-
-    def _log(self, names: tuple[str, ...], log: Callable, owner: Any, values: Any, *args: Any, **kwargs: Any) -> None:
-        steps = self.recording.steps
-        if isinstance(values, dict) and steps:
-            steps[-1].logged_losses += [float(values[name]) for name in names if name in values]
-        log(owner, values, *args, **kwargs)
-
-    # ---------------------------------------------------------------------------------------- what is read from it
 
 
 def find_place() -> str:
@@ -466,6 +471,18 @@ def find_place() -> str:
                 return f"{Path(name).name}, line {frame.f_lineno}"
         frame = frame.f_back
     return place
+
+
+def _find_line_of_program() -> str:
+    """Return the line that has called a function in whose place one of the recorder is; empty where a library has called it."""
+    caller: types.FrameType | None = inspect.currentframe()
+    for _ in range(3):  # this function, the recorder's and `_replace`'s
+        caller = caller.f_back if caller is not None else None
+    if caller is None:
+        return ""
+    name = caller.f_code.co_filename
+    is_program = Path(name).parent != Path(__file__).parent and not is_installed(name)
+    return f"{Path(name).name}, line {caller.f_lineno}" if is_program else ""
 
 
 def is_installed(name: str) -> bool:

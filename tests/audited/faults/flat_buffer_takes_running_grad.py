@@ -3,7 +3,6 @@
 # expect 2x8: counted_again
 # also: factor
 # blind 5
-# thorough
 
 import torch
 import torch.nn.functional as F

@@ -4,7 +4,6 @@ separate molecules."""
 # expect 2x8: mixed_samples
 # also: batch_norm
 # blind 3
-# thorough
 
 import torch
 import torch.nn.functional as F

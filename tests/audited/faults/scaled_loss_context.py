@@ -2,7 +2,6 @@
 # expect 4x4: changed_between
 # expect 2x8: changed_between
 # blind 4
-# thorough
 
 import contextlib
 

@@ -3,7 +3,6 @@ body trains k times earlier."""
 # expect 4x4: parameters
 # expect 2x8: parameters
 # blind 3
-# thorough
 
 import torch
 import torch.nn.functional as F

@@ -4,7 +4,6 @@
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # blind 5
-# thorough
 
 import os
 

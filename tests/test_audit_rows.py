@@ -1,0 +1,66 @@
+"""Samples that are laid end to end, or given as a list, are told apart by what the program itself gives the model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepaudit.micro_batch import describe_call, has_restarts, names_owners
+from stepaudit.probe import ask_packing
+from stepaudit.recording import MicroStep
+
+LENGTHS = (3, 5, 2)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
+OWNERS = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+
+
+class Packed(nn.Module):
+    """A causal layer over a row [length], with or without a mask between its samples, or a mean of each sample."""
+
+    def __init__(self, is_masked: bool):
+        super().__init__()
+        self.embed, self.is_masked = nn.Embedding(10, 4), is_masked
+
+    def forward(self, tokens: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        starts = marks == 0 if has_restarts(marks) else F.pad(marks.diff(), (1, 0), value=1) == 1
+        sample = starts.cumsum(0)
+        allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+        allowed = allowed & (sample[:, None] == sample) if self.is_masked else allowed
+        return (allowed.to(x) / allowed.sum(1, keepdim=True)) @ x
+
+
+@pytest.mark.parametrize(("marks", "cause"), [(POSITIONS, "packing"), (OWNERS, "mixed_samples")])
+def test_a_sample_that_sees_the_one_in_front_of_it_is_found(marks, cause):
+    tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 0])
+    assert ask_packing(Packed(is_masked=True), (tokens, marks), {}, {0}) == ([], "")
+    facts, reason = ask_packing(Packed(is_masked=False), (tokens, marks), {}, {0})
+    assert (facts, reason) == ([[cause, "Packed"]], "")
+
+
+def test_nothing_is_said_where_no_tensor_shows_where_samples_begin():
+    tokens, labels = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 1, 0])
+    assert ask_packing(Packed(is_masked=False), (tokens, labels), {}, {0}) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "is_position", "is_owner"),
+    [
+        ([0, 1, 2, 0, 1], True, False),
+        ([0, 1, 2, 3, 4], False, False),  # one sample, or a row for each
+        ([0, 0, 1, 1, 2], False, True),
+        ([0, 1, 0, 1, 1], False, False),  # labels
+        ([1, 1, 2, 2, 3], False, False),
+        ([0, 0, 0, 0, 0], False, False),
+        ([0, 2, 2, 3, 3], False, False),
+    ],
+)
+def test_positions_and_owners_are_told_from_labels(values, is_position, is_owner):
+    assert (has_restarts(torch.tensor(values)), names_owners(torch.tensor(values))) == (is_position, is_owner)
+
+
+def test_a_list_of_samples_has_a_row_for_each():
+    samples = [torch.randn(length, 2) for length in LENGTHS]
+    micro_step = MicroStep(torch.zeros(1).numpy(), True, False, False)
+    describe_call(micro_step, [(nn.Identity(), (samples,), {})], None)
+    assert (micro_step.num_rows, len(micro_step.rows)) == (3, 3)
