@@ -127,6 +127,7 @@ def guide() -> str:
 
 
 def tables(results: dict) -> str:
+    """Write how many programs are named, and the rates at first sight."""
     rows = results["rows"]
     sound, faults = ([row for row in rows if row["is_sound"] == is_sound] for is_sound in (True, False))
     false_alarms = [row["program"] for row in sound if row["verdict"] != "right"]
@@ -139,13 +140,6 @@ def tables(results: dict) -> str:
         for verdict in VERDICTS
         if tally[verdict] or verdict in VERDICT_TEXTS
     ]
-    lines = []
-    for row in faults:
-        found_causes = (
-            ", ".join(dict.fromkeys(f"`{name}`" for layout in row["layouts"] for name in layout["found"])) or "nothing"
-        )
-        text, verdict = row["about"].removeprefix("Fault: "), VERDICT_TEXTS.get(row["verdict"], row["verdict"])
-        lines.append([f"{text} ([{row['program']}](../tests/audited/{row['program']}.py))", found_causes, verdict])
     accused_text = f" ({', '.join(false_alarms)})" if false_alarms else ""
     return (
         f"{len(sound)} sound programs under {layouts} layouts: {len(false_alarms)} accused{accused_text}. "
@@ -155,17 +149,30 @@ def tables(results: dict) -> str:
         "audit decides.\n\n"
         "At first sight, before the audit was mended by them:\n\n"
         f"{first_sight()}\n"
-        f"{harness.table('fault | what is found | verdict', lines)}\n"
         f"Exact: at most {results['about']['tolerance']:g}.\n"
     )
 
 
+def list_faults(results: dict) -> str:
+    """Write a row for each program with a fault."""
+    lines = []
+    for row in [row for row in results["rows"] if not row["is_sound"]]:
+        found_causes = (
+            ", ".join(dict.fromkeys(f"`{name}`" for layout in row["layouts"] for name in layout["found"])) or "nothing"
+        )
+        text, verdict = row["about"].removeprefix("Fault: "), VERDICT_TEXTS.get(row["verdict"], row["verdict"])
+        lines.append([f"{text} ([{row['program']}](../tests/audited/{row['program']}.py))", found_causes, verdict])
+    return harness.table("fault | what is found | verdict", lines)
+
+
 def part(results: dict) -> str:
-    return harness.part("verdicts.py", results["about"], tables(results))
+    text = f"{tables(results)}\nEvery program: [verdicts.md](../benchmarks/results/verdicts.md).\n"
+    return harness.part("verdicts.py", results["about"], text)
 
 
 def markdown(results: dict) -> str:
-    text = harness.page("How often the audit is right", "verdicts.py", results["about"], tables(results))
+    content = f"{tables(results)}\n{list_faults(results)}"
+    text = harness.page("How often the audit is right", "verdicts.py", results["about"], content)
     return text.replace("(../tests", "(../../tests")
 
 

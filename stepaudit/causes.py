@@ -37,8 +37,8 @@ KINDS = {
     ),
     "mixed_loss": Cause(
         "the loss compares the samples of a micro-batch, or is no sum over them",
-        "sum over samples before anything that is not linear; a contrastive loss needs the embeddings of the whole step first "
-        "(gradient caching)",
+        "sum over samples before anything that is not linear; compute targets and weights per sample, or once of the whole "
+        "step; a contrastive loss needs the embeddings of the whole step first (gradient caching)",
     ),
     "gathered_without_gradient": Cause(
         "the loss compares the samples of all processes, but those of other processes come without a gradient",
@@ -196,7 +196,8 @@ KINDS = {
     ),
     "update": Cause(
         "the optimizer makes another step of the same gradients and rates",
-        "give the optimizer the whole step's gradient once: no state that grows with micro-batches",
+        "give the optimizer the whole step's gradient once, and the same betas, momentum and weight decay on every layout: "
+        "no number or state that follows the micro-batches",
     ),
     "resume_weights": Cause(
         "a resumed run does not begin with the parameters of a step of the run that was killed",
