@@ -134,7 +134,7 @@ def tables(results: dict) -> str:
     tally = Counter(row["verdict"] for row in faults)
     layouts = sum(len(row["layouts"]) for row in sound)
     num_blind = [sum(row["is_blind"] for row in group) for group in (sound, faults)]
-    num_several = sum(any(layout.get("layout", "").count("x") == 2 for layout in row["layouts"]) for row in rows)
+    num_several = sum(any(not layout.get("layout", "x1").endswith("x1") for layout in row["layouts"]) for row in rows)
     counts = [
         [VERDICT_TEXTS.get(verdict, verdict), tally[verdict], f"{tally[verdict] / len(faults):.0%}"]
         for verdict in VERDICTS

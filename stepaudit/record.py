@@ -265,9 +265,9 @@ class Recorder(_Following):
             self.is_synchronised |= module.require_backward_grad_sync
         # Checkpointing and gradient caching compute parts of an earlier call again.
         is_recomputation = self.is_in_backward and self.calls
-        if is_outermost and torch.is_grad_enabled() and len(self.calls) < MAX_CALLS and not is_recomputation:
+        is_noted = is_outermost and torch.is_grad_enabled() and len(self.calls) < MAX_CALLS and not is_recomputation
+        if is_noted:
             self.calls.append((module, args, kwargs))
-            self.has_called = True
             self.interview.look_at_modes(module)
             self._follow_optimizers()  # here: while FSDP computes, its parameters are others
         elif is_outermost and not torch.is_grad_enabled() and not module.training:
@@ -280,6 +280,10 @@ class Recorder(_Following):
         if is_outermost:
             tensors = [*module.parameters(), *probe.find_outputs(value)]
             self.short_dtypes |= {name_dtype(tensor.dtype) for tensor in tensors if tensor.dtype in SHORT_DTYPES}
+            if is_noted and not any(tensor.requires_grad for tensor in tensors):
+                del self.calls[-1:]  # a transform of the samples, a frozen teacher: no part of the graph
+                return value
+            self.has_called |= is_noted
         if self.interview.probes_left and torch.is_grad_enabled() and not self.is_in_backward:
             self.interview.keep_outputs(module, value, self.calls if is_outermost else None)
         return value

@@ -7,6 +7,7 @@ from torch import nn
 
 from stepaudit.micro_batch import describe_call, has_restarts, names_owners
 from stepaudit.probe import ask_packing
+from stepaudit.record import Recorder
 from stepaudit.recording import MicroStep
 
 LENGTHS = (3, 5, 2)
@@ -64,3 +65,25 @@ def test_a_list_of_samples_has_a_row_for_each():
     micro_step = MicroStep(torch.zeros(1).numpy(), True, False, False)
     describe_call(micro_step, [(nn.Identity(), (samples,), {})], None)
     assert (micro_step.num_rows, len(micro_step.rows)) == (3, 3)
+
+
+class Scale(nn.Module):
+    """A transform of one sample, as torchvision's are modules."""
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        return sample / 2
+
+
+def test_transforms_that_are_modules_do_not_take_the_place_of_the_model():
+    """They are called for every sample in front of the model, which is what is asked."""
+    torch.manual_seed(0)
+    model, scale = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder() as recorder:
+        for _ in range(2):
+            samples = [scale(torch.randn(4, dtype=torch.float64)) for _ in range(80)]
+            model(torch.stack(samples)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step.micro_steps[0].num_rows for step in recorder.recording.steps] == [80, 80]
+    assert recorder.recording.facts == [["batch_norm", "1 (BatchNorm1d)"]]

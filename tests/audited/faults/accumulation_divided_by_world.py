@@ -4,7 +4,6 @@
 # expect 2x4x2: batch_size
 # also: other_samples
 # blind 4
-# thorough
 
 import math
 import os

@@ -4,7 +4,6 @@ to those in front of it."""
 # expect 2x8: packing
 # also: mixed_samples
 # blind 3
-# thorough
 
 import torch
 import torch.nn.functional as F

@@ -3,6 +3,7 @@
 # expect 2x8: batch_norm
 # also: mixed_samples
 # blind 5
+# thorough
 
 import torch
 import torch.nn.functional as F

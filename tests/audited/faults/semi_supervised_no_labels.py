@@ -5,7 +5,6 @@ window is not a number."""
 # expect 8x2: mean_of_means
 # blind 3
 # also: mean_of_means
-# thorough
 
 import torch
 import torch.nn.functional as F
