@@ -55,8 +55,8 @@ KINDS = {
     ),
     "state": Cause(
         "a module changes its own state or its parameters in the forward, so that the micro-batches of a step see other models",
-        "let it change once per step, of all its micro-batches (a queue: keep their outputs, and push them behind "
-        "optimizer.step()), or not at all: module.eval()",
+        "let it change once per step, of all its micro-batches and processes (a queue: keep their outputs, and push them "
+        "behind optimizer.step()), or not at all: module.eval()",
     ),
     "random_collate": Cause(
         "collate draws: the same samples do not give the same batch",
@@ -74,12 +74,13 @@ KINDS = {
     ),
     "mean_of_means": Cause(
         "mean of the micro-batches' means, though they have different numbers of targets",
-        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step'
-        + WINDOWS,
+        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step; '
+        "times N under DDP, times k under accelerator.backward, which divide by them" + WINDOWS,
     ),
     "counts": Cause(
         "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
-        "count = (labels != -100).sum(), not labels.numel()",
+        "count = (labels != -100).sum(), not labels.numel(), added up over the whole step; and a sum over the same places: "
+        "(losses * (labels != -100)).sum()",
     ),
     "not_summed": Cause(
         "the loss is no sum over samples (a mean?)",
@@ -92,11 +93,13 @@ KINDS = {
     ),
     "shifted_labels": Cause(
         "num_items_in_batch counts labels that are never predicted",
-        "num_items_in_batch = (labels[:, 1:] != -100).sum(): the first label of a row is never predicted" + TRAINER,
+        "labels[:, 0] = -100 in the collate function: the first label of a row is never predicted, and is not counted then"
+        + TRAINER,
     ),
     "factor": Cause(
         "the gradient is too large or too small by a factor",
-        "divide a sum by the count of the whole step, a mean by k; times N under DDP, which averages over the processes",
+        "divide a sum by the count of the whole step, a mean by k, and once (accelerator.backward divides by k, too); times N "
+        "under DDP, which averages over the processes",
     ),
     "tail": Cause(
         "a window that is not full is divided by the k of a full one",
@@ -105,7 +108,8 @@ KINDS = {
     ),
     "last_window": Cause(
         "the last window never steps",
-        "step also at the end: if number % k == 0 or number == len(loader):",
+        "step also at the end: if number % k == 0 or number == len(loader):, and divide the losses of that window by its own "
+        "micro-batches, as for tail",
     ),
     "first_window": Cause(
         "the first step comes after a single micro-batch", "if (step + 1) % k == 0:, not step % k == 0"
@@ -115,7 +119,11 @@ KINDS = {
         "even_batches=False in Accelerate, drop_last or a sampler without padding; idle processes take an empty micro-batch"
         + STEPS,
     ),
-    "dropped": Cause("samples are left out", "keep the last batch (drop_last=False), and step after it"),
+    "dropped": Cause(
+        "samples are left out",
+        "take every sample: drop_last=False, and a step after the last batch; no batch is skipped, and no order is cut to a "
+        "multiple of the processes",
+    ),
     "other_samples": Cause(
         "the samples of a step depend on the layout",
         "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]; in "
@@ -143,7 +151,7 @@ KINDS = {
     ),
     "penalty": Cause(
         "a term that no samples of the micro-batch enter is added at every micro-batch",
-        "divide it by k (and not by N under DDP), or use the optimizer's weight_decay",
+        "divide it by the micro-batches of this window (and not by N under DDP), or use the optimizer's weight_decay",
     ),
     "low_precision": Cause(
         "gradients are added up in 16 bits",
@@ -156,7 +164,8 @@ KINDS = {
     ),
     "emptied_between": Cause(
         "the gradient is emptied between micro-batches: only the last one counts",
-        "optimizer.zero_grad() once per step, after optimizer.step()",
+        "optimizer.zero_grad() once per step, after optimizer.step(); model.requires_grad_(False) or "
+        "torch.autograd.grad keeps the gradient of another loss out",
     ),
     "leak": Cause(
         "the gradient of the step before is still there (zero_grad is missing)",
@@ -164,14 +173,17 @@ KINDS = {
     ),
     "ticks_per_process": Cause(
         "the scheduler ticks once per process in every step (a prepared scheduler)",
-        "do not prepare the scheduler; scheduler.step() once after optimizer.step()",
+        "do not prepare the scheduler, and let it tick once per step: if accelerator.sync_gradients: scheduler.step()",
     ),
     "ticks_per_micro_step": Cause(
-        "the scheduler ticks at every micro-batch", "scheduler.step() only where optimizer.step() is called"
+        "the scheduler ticks at every micro-batch",
+        "scheduler.step() only where optimizer.step() is called; in Accelerate, which calls it at every micro-batch, if "
+        "accelerator.sync_gradients: scheduler.step()",
     ),
     "learning_rate": Cause(
         "the learning rate depends on the layout",
-        "count optimizer steps in the schedule, not batches or samples per process",
+        "count optimizer steps in the schedule, not batches or samples per process; scale a rate by the batch of a whole step, "
+        "b * k * N, or not at all",
     ),
     "average": Cause(
         "an average of the weights is updated at every micro-batch",
@@ -183,21 +195,30 @@ KINDS = {
     ),
     "not_reduced": Cause(
         "the processes take different gradients: they are not reduced",
-        "wrap the model (DistributedDataParallel, accelerator.prepare), or dist.all_reduce(p.grad) before the step",
+        "wrap the model (DistributedDataParallel, accelerator.prepare), call the wrapped one, and no_sync not around the last "
+        "micro-batch of a window; or before the step dist.all_reduce(p.grad) and p.grad /= N",
     ),
-    "num_steps": Cause("another number of steps", "count optimizer steps, and end at the same one on every layout"),
+    "num_steps": Cause(
+        "another number of steps",
+        "let every optimizer step once per window; count optimizer steps, not batches, and end at the same one on every layout",
+    ),
     "rounding": Cause(
         "the rounding is larger than the tolerance",
         "nothing, where the verdict is exact: the step is the same in float32; else a tolerance that suits the precision",
     ),
-    "not_finite": Cause("the gradient is not finite", "look for empty micro-batches (0 / 0) and overflow in 16 bits"),
+    "not_finite": Cause(
+        "the gradient is not finite",
+        "divide sums by the count of the whole step, as a micro-batch may have none (0 / 0); look for overflow in 16 bits",
+    ),
     "parameters": Cause(
-        "other parameters are trained", "build the model and freeze its parts in the same way on every layout"
+        "other parameters are trained",
+        "build the model and freeze its parts in the same way on every layout; whose turn it is follows from the number of "
+        "optimizer steps, not of batches",
     ),
     "update": Cause(
         "the optimizer makes another step of the same gradients and rates",
-        "give the optimizer the whole step's gradient once, and the same betas, momentum and weight decay on every layout: "
-        "no number or state that follows the micro-batches",
+        "give the optimizer the gradient of the whole step once (from a closure its loss, too); no state that grows with "
+        "micro-batches, no option that depends on b, k or N alone",
     ),
     "resume_weights": Cause(
         "a resumed run does not begin with the parameters of a step of the run that was killed",
@@ -227,7 +248,8 @@ KINDS = {
     ),
     "not_a_sum": Cause(
         "the gradient is no sum of the micro-batches' (samples are mixed, counts are several, or targets are others)",
-        "audit the loss by itself with assert_same_step, which names the module",
+        "compute nothing of a sample from the others of its micro-batch: no choice among them, scale_grad_by_freq=False; "
+        "assert_same_step audits the loss by itself, and names the module where it can",
     ),
 }
 CAUSES = {name: cause.text for name, cause in KINDS.items()}
