@@ -212,8 +212,8 @@ KINDS = {
     ),
     "parameters": Cause(
         "other parameters are trained",
-        "build the model and freeze its parts in the same way on every layout; whose turn it is follows from the number of "
-        "optimizer steps, not of batches",
+        "seed the program, build the model and freeze its parts in the same way on every layout; whose turn it is follows from "
+        "the number of optimizer steps, not of batches",
     ),
     "update": Cause(
         "the optimizer makes another step of the same gradients and rates",

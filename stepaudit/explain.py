@@ -209,7 +209,7 @@ def _explain_constants(q: Question) -> Findings:
     The model and the loss have answered that they mix nothing that has a gradient, and the model was given the same.
     """
     answers = [layout[0].facts for layout in (q.processes, q.reference)]
-    window = [m for process in q.processes for m in get_window(process.steps[q.t])]
+    window = [m for process in q.processes if q.t < len(process.steps) for m in get_window(process.steps[q.t])]
     is_odd = any(m.is_assigned or m.part is None for m in window) or q.recording.steps[q.t].is_by_closure
     is_odd |= bool(q.recording.unasked or q.reference[0].unasked)  # a part of the model has not answered
     if answers[0] != [] or answers[1] not in ([], None) or is_odd or q.changes or not q.true_gradient.any():

@@ -89,6 +89,13 @@ def compare(reference: Processes, other: Processes, tolerance: float) -> Compari
         recording = idle[0][0]
         where = "no step takes them" + ("" if recording.steps else ", in the reference")
         return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", list_names(recording.names), where)])
+    for recording, twin in pairs:
+        error = relative(twin.weights - recording.weights, norm_of(recording.weights))
+        if not (
+            recording.has_moved or twin.has_moved or error <= PREDICTION_TOLERANCE
+        ):  # no gradient says anything then
+            evidence = f"they begin with other numbers, relative difference {error:.2g}: is the program seeded?"
+            return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", twin.model, evidence)])
     comparisons = [
         _compare(
             [_find_same(recording, reference[0], process) for process in reference],
@@ -388,7 +395,7 @@ def _find_wrong_options(reference_recording: Recording, recording: Recording, to
         if len(r.options) != len(g.options):
             continue
         for number, (true_options, options) in enumerate(zip(r.options, g.options, strict=True), 1):
-            for name in true_options.keys() & options.keys():
+            for name in sorted(true_options.keys() & options.keys()):
                 true_values, values = true_options[name], options[name]
                 if len(true_values) == len(values) and not np.allclose(values, true_values, rtol=tolerance, atol=0):
                     texts = ", ".join(f"{v:.6g}" for v in values), ", ".join(f"{v:.6g}" for v in true_values)

@@ -206,7 +206,8 @@ def ask_packing(
         output_numbers: places of those returned tensors on which the loss depends.
 
     Returns:
-        As of `ask_model`; None where no tensor shows where samples begin.
+        As of `ask_model`; None where no tensor shows where samples begin. Labels in a row, 0, 0, 1, look like numbers of
+        samples: those are taken for such only if the model returns something for each sample, and not for each row.
     """
     selection = _RowSelection(args, kwargs, 1, torch.float64)
     leaves = [leaf for leaf in tree_leaves(selection.call) if isinstance(leaf, torch.Tensor) and leaf.ndim]
@@ -246,6 +247,9 @@ def ask_packing(
             second_calls = number_calls(record_calls(model, lambda: compute(tree_map(repeat, selection.call))))
     except Exception as error:  # of any kind, as in `ask_model`
         return None, f"its samples are laid end to end; {type(error).__name__}: {str(error).strip()[:120]}"
+    lengths = {output.shape[0] for output in results[0] if output.ndim}
+    if not is_position and (sizes[1] not in lengths or sizes[0] in lengths):
+        return None
     if not any(is_changed(*pair) for n, pair in enumerate(zip(*results, strict=False)) if n in output_numbers):
         return [], ""
     pairs = [(call, second_calls.get(key)) for key, call in number_calls(first).items()]

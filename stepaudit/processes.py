@@ -150,7 +150,7 @@ def work() -> None:
             subject.take_steps(cut, subject.loop, rank).save(folder / f"{number}-{rank}.npz")
         torch.distributed.barrier()
     except Exception:
-        traceback.print_exc()
+        sys.stderr.write(traceback.format_exc())
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

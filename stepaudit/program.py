@@ -50,7 +50,7 @@ def main(folder: str, steps: str, program: str, *argv: str) -> None:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)  # as Python does
     except BaseException as error:
-        traceback.print_exc()
+        sys.stderr.write(traceback.format_exc())  # not by print, which programs silence on other processes
         code = 1
         frames = traceback.extract_tb(error.__traceback__)
         if Path(frames[-1].filename).parent == Path(__file__).parent and frames[-1].name != "main":

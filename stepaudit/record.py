@@ -278,10 +278,11 @@ class Recorder(_Following):
         finally:
             self.depth -= 1
         if is_outermost:
-            tensors = [*module.parameters(), *probe.find_outputs(value)]
-            self.short_dtypes |= {name_dtype(tensor.dtype) for tensor in tensors if tensor.dtype in SHORT_DTYPES}
-            if is_noted and not any(tensor.requires_grad for tensor in tensors):
-                del self.calls[-1:]  # a transform of the samples, a frozen teacher: no part of the graph
+            parameters, outputs = [*module.parameters()], probe.find_outputs(value)
+            dtypes = {tensor.dtype for tensor in (*parameters, *outputs)}
+            self.short_dtypes |= {name_dtype(dtype) for dtype in dtypes if dtype in SHORT_DTYPES}
+            if is_noted and not parameters and not any(output.requires_grad for output in outputs):
+                del self.calls[-1:]  # a transform of samples: no model
                 return value
             self.has_called |= is_noted
         if self.interview.probes_left and torch.is_grad_enabled() and not self.is_in_backward:
@@ -490,7 +491,7 @@ def _find_line_of_program() -> str:
 
 
 def is_installed(name: str) -> bool:
-    """Tell whether a file is of an installed package, or of torch's own code, and not of a program."""
+    """Tell whether a file is of an installed package, and not of a program."""
     return "site-packages" in name or "dist-packages" in name
 
 

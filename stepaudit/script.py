@@ -206,6 +206,8 @@ def record(
     title = f"{program[0]} ({variation})"
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         steps = f"{num_steps}:{mode}" if mode else str(num_steps)
+        (output := Path(folder) / "output").mkdir()
+        program, variation = _fill(program, variation, output)
         words = ["-m", "stepaudit.program", folder, steps, *program, *variation.argv]
         try:
             command, variables = [sys.executable, *words], variation.environment
@@ -230,6 +232,12 @@ def record(
             f"--stop is {num_steps}, and {title} takes {len(recordings[0].steps)} steps: one more than --stop is needed"
         )
     return recordings
+
+
+def _fill(program: list[str], variation: Variation, folder: Path) -> tuple[list[str], Variation]:
+    """Put a folder in the place of `FOLDER`, in the words of a program and in its flags."""
+    flags = {name: value.replace(FOLDER, str(folder)) for name, value in variation.flags.items()}
+    return [word.replace(FOLDER, str(folder)) for word in program], dataclasses.replace(variation, flags=flags)
 
 
 def audit_script(argv: list[str], prog: str = "python -m stepaudit", run_program: RunProgram | None = None) -> int:
@@ -278,7 +286,8 @@ def _make_parser(prog: str) -> _Parser:
         action="append",
         default=[],
         metavar="FLAG=VALUE,...",
-        help="flags of one run; once per layout. FLAG is given as --FLAG=VALUE, -F as -F VALUE, key:NAME as NAME=VALUE, "
+        help="flags of one run; once per layout. {folder} in flags and ARGS is an empty folder for its output. "
+        "FLAG is given as --FLAG=VALUE, -F as -F VALUE, key:NAME as NAME=VALUE, "
         "env:NAME as an environment variable",
     )
     layouts.add_argument(
@@ -309,7 +318,7 @@ def _make_parser(prog: str) -> _Parser:
         "--resume",
         metavar="FLAG=VALUE,...",
         help="flags with which the program resumes. It is run under the first layout undisturbed, and once more, killed after "
-        "--stop steps; then it is resumed under every layout. {folder} in flags and ARGS is an empty folder for its output",
+        "--stop steps; then it is resumed under every layout",
     )
     resuming.add_argument("--stop", type=int, default=3, metavar="INT", help="steps before it is killed (default: 3)")
     verdict = parser.add_argument_group("Verdict")
@@ -488,9 +497,7 @@ def compare_resumed_runs(
     """
 
     def run(variation: Variation, folder: Path, steps: int, mode: str) -> list[Recording]:
-        words = [word.replace(FOLDER, str(folder)) for word in program]
-        filled = {name: value.replace(FOLDER, str(folder)) for name, value in variation.flags.items()}
-        return record_run(words, dataclasses.replace(variation, flags=filled), steps, mode)
+        return record_run(*_fill(program, variation, folder), steps, mode)
 
     labels, comparisons = [f"{runs[0]}, undisturbed"], []
     with tempfile.TemporaryDirectory(prefix="audit-") as home:

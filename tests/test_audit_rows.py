@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepaudit.micro_batch import describe_call, has_restarts, names_owners
-from stepaudit.probe import ask_packing
+from stepaudit.probe import ask_model, ask_packing
 from stepaudit.record import Recorder
 from stepaudit.recording import MicroStep
 
@@ -28,7 +28,8 @@ class Packed(nn.Module):
         sample = starts.cumsum(0)
         allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
         allowed = allowed & (sample[:, None] == sample) if self.is_masked else allowed
-        return (allowed.to(x) / allowed.sum(1, keepdim=True)) @ x
+        y = (allowed.to(x) / allowed.sum(1, keepdim=True)) @ x
+        return y if has_restarts(marks) else y[sample.diff(append=sample[-1:] + 1) == 1]  # at the end of each sample
 
 
 @pytest.mark.parametrize(("marks", "cause"), [(POSITIONS, "packing"), (OWNERS, "mixed_samples")])
@@ -37,6 +38,30 @@ def test_a_sample_that_sees_the_one_in_front_of_it_is_found(marks, cause):
     assert ask_packing(Packed(is_masked=True), (tokens, marks), {}, {0}) == ([], "")
     facts, reason = ask_packing(Packed(is_masked=False), (tokens, marks), {}, {0})
     assert (facts, reason) == ([[cause, "Packed"]], "")
+
+
+class Classifier(nn.Module):
+    """It takes labels, as models of transformers do, and mixes the samples of a batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Pooled(nn.Module):
+    """The mean of each graph's nodes."""
+
+    def forward(self, nodes: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(3, 2, dtype=nodes.dtype).index_add(0, owners, nodes)
+        return sums / torch.bincount(owners)[:, None]
+
+
+def test_labels_in_a_row_are_no_owners():
+    """The model returns something for each row: the rows are samples, and are asked as such."""
+    x, labels = torch.randn(4, 2), torch.tensor([0, 0, 1, 1])
+    assert ask_packing(Classifier(), (x, labels), {}, {0}) is None
+    facts, _ = ask_model(Classifier(), (x, labels), {}, {0}, 4)
+    assert facts == [["mixed_samples", "Classifier"]]
+    assert ask_packing(Pooled(), (torch.randn(10, 2), OWNERS), {}, {0}) == ([], "")
 
 
 def test_nothing_is_said_where_no_tensor_shows_where_samples_begin():

@@ -1,6 +1,7 @@
 """Every remedy that the audit prints is applied to a program with the fault, and the audit says exact of what comes out."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -8,22 +9,36 @@ import corpus
 import pytest
 from cases import keep
 from common import ROOT
+from test_audit_resume import PROGRAM as RESUMED
+from test_audit_resume import RESUME, VARY
 
 from stepaudit import Cut, audit_step
 from stepaudit.causes import HARMLESS, KINDS
 from stepaudit.judge import find_faults
+from stepaudit.script import audit_script
 
 AUDITED = ROOT / "tests" / "audited"
 TABLE = AUDITED / "remedies.md"
-ELSEWHERE = {
-    "not_summed": "of a loss without a loop: below",
-    "batch_size": "a flag of the audit, or a number that the program divides",
-    "rounding": "to do nothing, or a tolerance of the audit: test_audit_rounding.py",
-    "resume_weights": "of a run that is killed: test_audit_resume.py has the program without the fault",
-    "resume_samples": "of a run that is killed: test_audit_resume.py has the program without the fault",
-    "resume_state": "of a run that is killed: test_audit_resume.py has the program without the fault",
+BY_HAND = {
+    "not_summed": "of a loss without a loop",
+    "batch_size": "a flag of the audit",
+    "rounding": "a tolerance of the audit",
+    "resume_weights": "of a run that is killed",
+    "resume_samples": "of a run that is killed",
+    "resume_state": "of a run that is killed",
 }
-"""Causes without a place in the table, and why."""
+"""Causes without a place in the table, and why: a test of its own applies the remedy of each."""
+IN_WORDS = {
+    "batch_norm": "GroupNorm is a word; module.eval() would be the other remedy",
+    "packing": "a mask is another one in every model; packing=False would be the other remedy",
+    "counts": "what is no target has another name in every program",
+    "dropped": "drop_last=False is for those who said True",
+    "other_samples": "the code is for Accelerate",
+    "not_sharded": "samples have another name in every program",
+    "gradient_hooks": "the code says where",
+    "average": "averages have another method in every library",
+}
+"""Causes whose remedy prints code that the table does not copy, and why."""
 ALWAYS = ("padding", "shifted_labels", "last_window", "first_window", "other_samples", "changed_between", "average")
 ALWAYS += ("ticks_per_process", "not_reduced", "logged_loss")
 """Causes of which `make test` applies the first remedy: of different kinds, and cheap."""
@@ -89,8 +104,10 @@ def squeeze(text: str) -> str:
 
 
 def test_no_cause_is_left_out():
-    assert [cause for cause in KINDS if cause not in ELSEWHERE] == list(dict.fromkeys(r.cause for r in REMEDIES))
-    assert set(ELSEWHERE) <= set(KINDS)
+    assert [cause for cause in KINDS if cause not in BY_HAND] == list(dict.fromkeys(r.cause for r in REMEDIES))
+    assert set(BY_HAND) <= set(KINDS)
+    for cause in BY_HAND:
+        assert any(cause.startswith(name.removeprefix("test_of_")) for name in globals() if name.startswith("test_of_"))
 
 
 def test_the_table_does_what_is_printed():
@@ -100,6 +117,13 @@ def test_the_table_does_what_is_printed():
         if remedy.is_code:
             assert squeeze(remedy.words) in squeeze("".join(new for _, new in remedy.changes)), remedy
         assert remedy.apply() != remedy.path.read_text(encoding="utf-8")
+
+
+def test_code_that_is_printed_is_copied():
+    """The ways with samestep are those of test_own_loops.py."""
+    own = {cause: kind.remedy.split("; shortest with samestep")[0] for cause, kind in KINDS.items()}
+    printed = {cause for cause, remedy in own.items() if re.search(r"\w\(|\w=|==", remedy)}
+    assert printed - {remedy.cause for remedy in REMEDIES if remedy.is_code} - set(BY_HAND) == set(IN_WORDS)
 
 
 @pytest.mark.distributed
@@ -131,6 +155,12 @@ def record(server, program: corpus.Program) -> list:
 CUTS = [Cut(2)]
 
 
+def read_causes(capsys) -> list[str]:
+    """Read the causes of the second layout from what the command printed."""
+    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    return [finding["cause"] for finding in comparison["findings"]]
+
+
 @pytest.fixture
 def tagger():
     """Give tagger(old, new), which makes the first example of docs/audit.md with a change."""
@@ -153,3 +183,57 @@ def test_of_not_summed(tagger):
     assert "(labels != -100).sum(), not labels.numel()" in KINDS["counts"].remedy
     assert audit_step(*tagger("(tags != -100).sum()", "tags.numel()"), cuts=CUTS).causes == {"counts"}
     assert audit_step(*tagger(), cuts=CUTS).is_exact
+
+
+def test_of_rounding(tagger):
+    assert "a tolerance that suits the precision" in KINDS["rounding"].remedy
+    cuts = [Cut(2), Cut(2, dtype="float32")]
+    assert audit_step(*tagger(), cuts=cuts, tolerance={"float32": 1e-12}).causes == {"rounding"}
+    assert audit_step(*tagger(), cuts=cuts).is_exact
+
+
+@pytest.mark.distributed
+def test_of_batch_size(server, tmp_path, capsys):
+    """The flag that is per process is named; or the program divides it."""
+    assert "--per_process FLAG" in KINDS["batch_size"].remedy
+    assert "let the script divide the global batch by k * N" in KINDS["batch_size"].remedy
+    text, program = (AUDITED / "logged_loss.py").read_text(encoding="utf-8"), tmp_path / "program.py"
+    text = text.replace("b, k = flags()\n", 'import sys\nb, k = int(sys.argv[1].partition("=")[2]), 1\n')
+
+    def audit(text: str, *more: str) -> tuple[int, set[str]]:
+        program.write_text(text, encoding="utf-8")
+        words = ["--vary", "batch=16", "--processes", "1,2", "--steps", "2", "--json", *more, "--", str(program)]
+        code = audit_script(words, run_program=server.record)
+        return code, set(read_causes(capsys)) - HARMLESS
+
+    assert audit(text) == (1, {"batch_size"})
+    assert audit(text, "--per_process", "batch") == (0, set())
+    assert audit(text.replace("batch_size=b", "batch_size=b // accelerator.num_processes")) == (0, set())
+
+
+LINES = {
+    "resume_weights": (
+        '    if flags.fault != "parameters":\n        model.load_state_dict(saved["model"])\n',
+        "load the newest checkpoint into the model before the first step",
+    ),
+    "resume_samples": ("rest = order[first * flags.batch * flags.k:]\n", "how many samples of the epoch were used"),
+    "resume_state": (
+        '    if flags.fault != "optimizer":\n        optimizer.load_state_dict(saved["optimizer"])\n',
+        "save and load optimizer.state_dict()",
+    ),
+}
+"""Lines of the program of test_audit_resume.py that are the remedy: without them it has the fault; and the remedy's words."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("cause", keep(LINES, []))
+def test_of_resume(server, tmp_path, capsys, cause):
+    lines, words = LINES[cause]
+    assert words in KINDS[cause].remedy
+    program, found = tmp_path / "toy.py", []
+    for text in (RESUMED.replace(lines, "rest = order\n" if "rest" in lines else ""), RESUMED):
+        program.write_text(text, encoding="utf-8")
+        argv = [*VARY[:2], *RESUME, "--json", "--", str(program), "--output_dir", "{folder}"]
+        audit_script(argv, run_program=server.record)
+        found.append(read_causes(capsys))
+    assert found == [[cause], []]
