@@ -91,9 +91,8 @@ def compare(reference: Processes, other: Processes, tolerance: float) -> Compari
         return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", list_names(recording.names), where)])
     for recording, twin in pairs:
         error = relative(twin.weights - recording.weights, norm_of(recording.weights))
-        if not (
-            recording.has_moved or twin.has_moved or error <= PREDICTION_TOLERANCE
-        ):  # no gradient says anything then
+        has_moved = recording.has_moved or twin.has_moved  # then a resumed run begins elsewhere, and rightly so
+        if not has_moved and error > PREDICTION_TOLERANCE:  # no gradient says anything then
             evidence = f"they begin with other numbers, relative difference {error:.2g}: is the program seeded?"
             return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", twin.model, evidence)])
     comparisons = [

@@ -95,7 +95,15 @@ def make_run(num_steps: int, first: int = 0, weights: float = 0.0) -> Recording:
         gradient = np.array([1.0 + t, 2.0])
         micro_step = MicroStep(gradient, True, False, False, part=gradient, loss=1.0, samples=[2 * t, 2 * t + 1])
         steps.append(Step(gradient, gradient, np.array([1.0, 0.0]), [0.1], 1, [micro_step]))
-    return Recording(names=["w"], shapes=[[2]], sizes=[2], model="Toy", weights=np.array([weights, 0.0]), steps=steps)
+    return Recording(
+        names=["w"],
+        shapes=[[2]],
+        sizes=[2],
+        model="Toy",
+        weights=np.array([weights, 0.0]),
+        has_moved=True,
+        steps=steps,
+    )
 
 
 def test_the_step_is_found_by_the_parameters():
