@@ -21,7 +21,7 @@ from samestep.step import accumulate, losses
 from samestep.training import launch
 
 ROOT = Path(__file__).parents[2]
-NUM_SAMPLES = 12
+NUM_SAMPLES, LENGTH = 12, 64
 SHARDED = {
     name: value
     for name, value in launch_environment(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml").items()
@@ -29,16 +29,21 @@ SHARDED = {
 }
 
 
+def make_recipe(kind: str, num_layers: int, vocab_size: int):
+    length = {"gpt2": "block_size", "bert": "max_seq_length"}[kind]
+    return small(kind, num_layers, vocab_size=vocab_size, **{length: LENGTH})
+
+
 def build(kind: str, num_layers: int, vocab_size: int):
     """Build a small model, with random normalisations, too, and samples in which some words are frequent."""
-    recipe = small(kind, num_layers, vocab_size=vocab_size)
+    recipe = make_recipe(kind, num_layers, vocab_size)
     torch.manual_seed(0)
     model = {"gpt2": gpt2_pretraining, "bert": bert_pretraining}[kind].PretrainingSums.from_recipe(recipe, None).train()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.05 * torch.randn(parameter.shape)
     rng = np.random.default_rng(0)
-    ids = (rng.random((NUM_SAMPLES, 128)) ** 3 * vocab_size).astype(np.int64)
+    ids = (rng.random((NUM_SAMPLES, LENGTH)) ** 3 * vocab_size).astype(np.int64)
     return model, ids
 
 
@@ -48,7 +53,7 @@ def collate(kind: str, ids: np.ndarray) -> dict:
         return {"input_ids": torch.from_numpy(ids), "position_ids": None, "labels": labels, "label_index": None}
     places = [np.arange(1, 20)] * len(ids)
     labels = [row[1:20] for row in ids]
-    return make_pretraining_micro_batch(list(ids), [64] * len(ids), places, labels, [int(row[0]) % 2 for row in ids])
+    return make_pretraining_micro_batch(list(ids), [LENGTH // 2] * len(ids), places, labels, [int(row[0]) % 2 for row in ids])
 
 
 @contextlib.contextmanager
@@ -103,7 +108,7 @@ def measure(
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     mine = np.array_split(ids, accelerator.num_processes)[accelerator.process_index]
     micro_batches = [collate(kind, part) for part in np.array_split(mine, k)]
-    counts = torch.tensor([NUM_SAMPLES * 128] if kind == "gpt2" else [NUM_SAMPLES * 19, NUM_SAMPLES])
+    counts = torch.tensor([NUM_SAMPLES * LENGTH] if kind == "gpt2" else [NUM_SAMPLES * 19, NUM_SAMPLES])
     weights = torch.ones(len(counts))
 
     def run(micro_batch):
@@ -137,7 +142,7 @@ def plan_more(
 
     layout = solve_layout(num_processes=num_processes, global_batch_size=NUM_SAMPLES, gradient_accumulation_steps=k)
     planned = planned_memory(
-        model_from_recipe(small(kind, shape["num_layers"], vocab_size=shape["vocab_size"])),
+        model_from_recipe(make_recipe(kind, **shape)),
         layout,
         mixed_precision=precision,
         gradient_checkpointing=recomputed,
