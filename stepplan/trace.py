@@ -271,9 +271,9 @@ def trace_recipe(
         UsageError: gradient_checkpointing of a model that cannot recompute its activations.
 
     >>> from samestep.recipe.catalog import load
-    >>> trace = trace_recipe(load("gpt2_xl_8xa100"), 4, mixed_precision="bf16")
+    >>> trace = trace_recipe(load("gpt2_124m"), 4, mixed_precision="bf16")
     >>> print(f"{trace.num_parameters:,} parameters, {trace.peak / 1e9:.1f} GB")
-    1,557,611,200 parameters, 40.5 GB
+    124,439,808 parameters, 4.5 GB
     """
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
     matrix_bytes = 4

@@ -53,7 +53,9 @@ def collate(kind: str, ids: np.ndarray) -> dict:
         return {"input_ids": torch.from_numpy(ids), "position_ids": None, "labels": labels, "label_index": None}
     places = [np.arange(1, 20)] * len(ids)
     labels = [row[1:20] for row in ids]
-    return make_pretraining_micro_batch(list(ids), [LENGTH // 2] * len(ids), places, labels, [int(row[0]) % 2 for row in ids])
+    return make_pretraining_micro_batch(
+        list(ids), [LENGTH // 2] * len(ids), places, labels, [int(row[0]) % 2 for row in ids]
+    )
 
 
 @contextlib.contextmanager

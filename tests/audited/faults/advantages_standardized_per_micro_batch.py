@@ -3,6 +3,7 @@ step."""
 # expect 4x4: mixed_loss
 # expect 2x8: mixed_loss
 # expect 8x1x2: mixed_loss
+# thorough
 # also: not_a_sum
 # blind
 

@@ -2,6 +2,7 @@
 every window of an even k: the user tower is never stepped."""
 # expect 4x4: parameters
 # expect 2x8: parameters
+# thorough
 # also: num_steps, update, other_samples
 # blind 1
 

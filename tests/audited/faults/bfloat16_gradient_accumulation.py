@@ -1,6 +1,7 @@
 """Fault: the model is in bfloat16, so the gradients of the micro-batches are added up in bfloat16."""
 # expect 4x4: low_precision
 # expect 2x8: low_precision
+# thorough
 # blind
 
 import argparse

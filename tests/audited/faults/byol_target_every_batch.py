@@ -3,6 +3,7 @@ step; the loss is against its projections."""
 # expect 4x4: average
 # expect 8x1x2: exact
 # expect 4x2x2: average
+# thorough
 # also: state
 # blind 1
 

@@ -2,6 +2,7 @@
 # expect 4x4: changed_between
 # expect 2x8: changed_between
 # expect 8x1x2: exact
+# thorough
 # blind
 
 import argparse

@@ -2,6 +2,7 @@
 # expect 4x4: exact
 # expect 8x1x2: changed_between
 # expect 4x2x2: changed_between
+# thorough
 
 import os
 

@@ -1,6 +1,7 @@
 """Fault: not divided by k; but the whole gradient is clipped, so that the optimizer gets the right one all the
 same."""
 # expect 4x4: factor
+# thorough
 # weights: equal
 
 import torch

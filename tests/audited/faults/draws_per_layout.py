@@ -1,5 +1,6 @@
 """Fault: samples are drawn without a DataLoader, after an evaluation that draws a micro-batch (as nanoGPT's does)."""
 # expect 4x4: other_inputs
+# thorough
 
 import torch
 from common_models import flags, gpt2

@@ -1,6 +1,7 @@
 """Fault: functional dropout in the forward."""
 # expect 4x4: dropout
 # expect 2x8: dropout
+# thorough
 
 import torch
 import torch.nn.functional as F

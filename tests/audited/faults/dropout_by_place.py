@@ -1,6 +1,7 @@
 """Fault: dropout by a hash that is meant to be of the sample, but is of its place in the micro-batch."""
 # expect 4x4: dropout
 # expect 2x8: dropout
+# thorough
 
 import torch
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 the first global batch: the flow starts elsewhere for every cut."""
 # expect 4x4: batch_norm
 # expect 2x8: batch_norm
+# thorough
 # also: state, mixed_samples
 # blind 1
 

@@ -3,6 +3,7 @@ step."""
 # expect 4x4: average
 # expect 2x8: average
 # expect 8x1x2: exact
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,7 @@
 """Fault: the masked positions are drawn for each padded micro-batch in collate from the global generator."""
 # expect 4x4: other_inputs
 # expect 2x8: other_inputs
+# thorough
 # also: random_collate
 # blind
 

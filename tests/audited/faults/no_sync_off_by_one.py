@@ -4,6 +4,7 @@ the gradients of all later ones stay with their process."""
 # expect 8x1x2: exact
 # expect 4x2x2: not_reduced
 # expect 2x4x2: not_reduced
+# thorough
 # blind
 
 import argparse

@@ -2,6 +2,7 @@
 separate molecules."""
 # expect 4x4: mixed_samples
 # expect 2x8: mixed_samples
+# thorough
 # also: batch_norm
 # blind 3
 

@@ -3,6 +3,7 @@ step's."""
 # expect 4x4: expert_balance
 # expect 2x8: expert_balance
 # expect 4x2x2: expert_balance
+# thorough
 # also: mixed_loss
 # size: 0.01
 # blind 2

@@ -2,6 +2,7 @@
 added k times, the last once."""
 # expect 4x4: counted_again
 # expect 2x8: counted_again
+# thorough
 # also: not_a_sum
 # blind 1
 

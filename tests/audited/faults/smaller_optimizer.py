@@ -1,6 +1,7 @@
 """Fault: of two optimizers the smaller one, of the head, is emptied at every micro-batch."""
 # expect 4x4: emptied_between
 # expect 2x8: emptied_between
+# thorough
 
 import torch
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 # expect 4x4: exact
 # expect 8x1x2: mean_of_means
 # expect 4x2x2: mean_of_means
+# thorough
 # blind
 
 import argparse

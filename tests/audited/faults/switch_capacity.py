@@ -2,6 +2,7 @@
 in front of it."""
 # expect 4x4: mixed_samples
 # expect 2x8: mixed_samples
+# thorough
 # blind 1
 
 import math

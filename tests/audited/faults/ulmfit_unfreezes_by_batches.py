@@ -2,6 +2,7 @@
 body trains k times earlier."""
 # expect 4x4: parameters
 # expect 2x8: parameters
+# thorough
 # blind 3
 
 import torch

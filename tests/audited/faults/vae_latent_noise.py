@@ -3,6 +3,7 @@ process."""
 # expect 4x4: dropout
 # expect 2x8: dropout
 # expect 8x1x2: dropout
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,7 @@
 """Fault: only the head's optimizer clears its gradients; the body's are never cleared and leak into later steps."""
 # expect 4x4: leak
 # expect 2x8: leak
+# thorough
 # blind
 
 import argparse

@@ -5,6 +5,7 @@ The summed loss times num_processes is divided by their total; gradients are cli
 # expect 8x1x2: exact
 # expect 4x2x2: exact
 # expect 2x4x2: exact
+# thorough
 # blind
 
 import argparse

@@ -1,6 +1,7 @@
 """Exact: a sum over the samples that is never divided is the same under every cut; 77 samples."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 import torch
 import torch.nn.functional as F

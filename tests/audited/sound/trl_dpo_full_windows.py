@@ -4,6 +4,7 @@ Answers differ in length, which the sum of log probabilities bears; the referenc
 # expect 2x8: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind
 
 import argparse

@@ -3,6 +3,7 @@ their numbers of samples."""
 # expect 4x4: exact
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 # blind 2
 
 import os
