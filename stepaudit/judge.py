@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stepaudit.alignment import align
 from stepaudit.causes import CAUSES, HARMLESS, Finding, list_names, select_first_findings
 from stepaudit.explain import Question, explain_gradient
 from stepaudit.recording import MicroStep, Recording, Step
@@ -17,6 +18,7 @@ from stepaudit.samples import (
     PREDICTION_TOLERANCE,
     count_dropped_samples,
     explain_samples,
+    has_fewer_samples,
     has_same_samples,
     is_first_step_early,
 )
@@ -169,8 +171,10 @@ def _find_twin(recording: Recording, others: list[Recording]) -> Recording | Non
 
 
 def _compare(reference: Processes, other: Processes, tolerance: float) -> Comparison:
+    is_short, findings = has_fewer_samples(reference, other), find_faults(other)
+    reference, other, shifts, num_before = align(reference, other)
     reference_recording, recording = reference[0], other[0]
-    findings = find_faults(other)
+    findings += shifts
     causes = {finding.cause for finding in findings}
     columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
     worst, is_early = ("", -1.0), is_first_step_early(reference, other)
@@ -198,7 +202,7 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         columns["loss_errors"].append(relative(abs(loss - true_loss), abs(true_loss)))
         columns["update_errors"].append(_compute_update_error(r, g, recording.sizes, tolerance))
         worst = max(worst, _find_worst_parameter(recording, gradient - true_gradient, norm), key=lambda pair: pair[1])
-        averages = _find_wrong_average(reference_recording, recording, t)
+        averages = _find_wrong_average(reference_recording, recording, t) if t < num_before else []
         findings += averages
         if not error <= tolerance and not averages and not causes & {"leak", "not_reduced"}:
             miscount = _find_miscount(other, t)  # explains a factor, but no more
@@ -213,7 +217,8 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
                 is_named = any(not finding.is_harmless for finding in findings)
                 findings += [f for f in explain_gradient(question) if not (is_named and _is_vague(f))]
         if (
-            _rates_agree(r, g, tolerance)
+            t < num_before  # behind it the moments are others
+            and _rates_agree(r, g, tolerance)
             and columns["update_errors"][-1] > UPDATE_TOLERANCE
             and all(error <= tolerance for error in columns["errors"])
         ):
@@ -224,13 +229,17 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         )
         if recording.has_moved and not (error <= tolerance and _rates_agree(r, g, tolerance)):
             break  # later steps are taken from other parameters
-    findings += _find_wrong_end(reference, other, is_early, any(not finding.is_harmless for finding in findings))
+    is_wrong = any(not finding.is_harmless for finding in findings)
+    # Where steps were left out, or samples were, the end follows from that
+    if not (shifts or (is_wrong and is_short)):
+        findings += _find_wrong_end(reference, other, is_early, is_wrong)
     if balanced:
         evidence = "the gradient times a factor, and the rate divided by it: the update is the same"
         findings.append(Finding("factor", f"step {balanced[0] + 1}", evidence, is_harmless=True))
     is_all_balanced = len(balanced) == len(recording.steps) > 0
-    wrong_rates = [] if is_all_balanced else _find_wrong_rates(reference_recording, recording, tolerance)
-    findings += wrong_rates or _find_wrong_options(reference_recording, recording, tolerance)
+    truth, own = (dataclasses.replace(r, steps=r.steps[:num_before]) for r in (reference_recording, recording))
+    wrong_rates = [] if is_all_balanced else _find_wrong_rates(truth, own, tolerance)
+    findings += wrong_rates or _find_wrong_options(truth, own, tolerance)
     name, largest = worst
     num_unfinished = max(len(_list_unfinished(recording)), len(_list_unfinished(reference_recording)))
     if any(finding.cause not in {"not_a_sum"} | HARMLESS for finding in findings):

@@ -29,6 +29,21 @@ def _tally_samples(processes: Processes, t: int, name: str) -> Counter | None:
     return tally or None
 
 
+def list_tallies(processes: Processes, name: str) -> list[Counter | None]:
+    """List the tallies of `samples` or `digests` of all steps, over all processes; None where some are unknown."""
+    return [_tally_samples(processes, t, name) for t in range(len(processes[0].steps))]
+
+
+def has_fewer_samples(reference: Processes, other: Processes) -> bool:
+    """Tell whether a layout has computed fewer samples than the reference, those behind its last step counted."""
+    counts = []
+    for processes in (reference, other):
+        behind = [m for process in processes for m in process.unfinished_micro_steps]
+        rows = [m.num_rows for m in (*list_all_micro_steps(processes), *behind)]
+        counts.append(None if None in rows else sum(rows))
+    return None not in counts and counts[1] < counts[0]
+
+
 def has_same_samples(reference: Processes, other: Processes, t: int) -> bool | None:
     """Tell whether step t + 1 has the reference's samples; None if that is unknown.
 
