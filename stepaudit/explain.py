@@ -131,7 +131,7 @@ def _explain_copies(q: Question) -> Findings:
 def _explain_size(q: Question) -> Findings:
     if (sizes := compare_sizes(q.reference, q.processes, q.t)) is None:
         return None
-    return [Finding("batch_size", q.place, f"{sizes[1]} samples, {sizes[0]} in the reference")]
+    return [Finding("batch_size", q.place, sizes)]
 
 
 def _explain_gather(q: Question) -> Findings:

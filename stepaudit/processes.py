@@ -33,7 +33,7 @@ def run(
     variables: Mapping[str, str] | None = None,
     stacks: Path | None = None,
     announce: Callable[[str], None] = lambda text: None,
-) -> None:
+) -> str:
     """Run a command in `num_processes` processes, in the environment that torchrun gives; the first failure ends all of them.
 
     Args:
@@ -42,6 +42,9 @@ def run(
         variables: of the environment, besides.
         stacks: folder into which the processes write their stacks (`waiting.py`).
         announce: is told where they are, after 30 seconds, and whenever twice the time has gone.
+
+    Returns:
+        The end of the first process's output.
 
     Raises:
         UsageError: a process failed (with the end of its output), or the command took longer than `timeout` seconds.
@@ -92,8 +95,12 @@ def run(
             failed = [rank for rank, code in enumerate(codes) if code]
             rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)  # the others lost their connection to it
             place = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
-            last = "\n  ".join(logs[rank].read_text(errors="replace").strip().splitlines()[-12:])
-            raise UsageError(f"{title} failed{place}:\n  {last}")
+            raise UsageError(f"{title} failed{place}:\n  {_read_end(logs[rank])}")
+        return _read_end(logs[0])
+
+
+def _read_end(log: Path) -> str:
+    return "\n  ".join(log.read_text(errors="replace").strip().splitlines()[-12:])
 
 
 def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Recording]]:

@@ -65,7 +65,7 @@ def explain_samples(reference: Processes, other: Processes, t: int) -> Finding:
     if is_copied(other, t):
         return Finding("not_sharded", place, f"{len(other)} processes compute the same samples")
     if (sizes := compare_sizes(reference, other, t)) is not None:
-        return Finding("batch_size", place, f"{sizes[1]} samples, {sizes[0]} in the reference")
+        return Finding("batch_size", place, sizes)
     names_by_digest = {
         d: s for processes in (reference, other) for m in list_all_micro_steps(processes) for d, s in _pair_digests(m)
     }
@@ -160,26 +160,31 @@ def is_copied(processes: Processes, t: int) -> bool:
     )
 
 
-def compare_sizes(reference: Processes, other: Processes, t: int) -> tuple[int, int] | None:
-    """Return the numbers of samples of a step in the reference and here, if one is a multiple of the other; else None."""
-    reference_size, size = _count_samples(reference, t), _count_samples(other, t)
-    if (
-        not reference_size
-        or not size
-        or reference_size == size
-        or max(reference_size, size) % min(reference_size, size)
-    ):
+def compare_sizes(reference: Processes, other: Processes, t: int) -> str | None:
+    """Say how many samples a step has here and in the reference, if one is a multiple of the other; None: they are as many.
+
+    Where rows are not samples (texts side by side, of which a row has one word each), the numbers of a step are compared.
+    """
+    sizes, numbers = ([count(layout, t) for layout in (reference, other)] for count in (_count_samples, _count_numbers))
+    if numbers[0] == numbers[1] > 0 or None in sizes:
+        return None
+    is_by_rows = sizes[0] != sizes[1]
+    if _tally_samples(reference, t, "digests") is None and all(numbers) and not max(numbers) % min(numbers):
+        is_by_rows &= sizes[0] * numbers[1] == sizes[1] * numbers[0]
+    elif not is_by_rows:
+        return None
+    pair, unit = (sizes, "samples") if is_by_rows else (numbers, "numbers")
+    count = _count_samples if is_by_rows else _count_numbers
+    first_pair = [count(layout, 0) for layout in (reference, other)]
+    if not all(pair) or not all(first_pair) or max(pair) % min(pair):
         return None
     # A partial window, or one that is cut off, is no other batch size: the first step tells that.
-    numbers = [sum(m.num_numbers or 0 for m in list_micro_steps(layout, t)) for layout in (reference, other)]
-    if numbers[0] == numbers[1] > 0:  # rows are not samples, then
-        return None
-    first_sizes = _count_samples(reference, 0), _count_samples(other, 0)
-    return (
-        (reference_size, size)
-        if first_sizes[0] and first_sizes[1] and first_sizes[0] * size == first_sizes[1] * reference_size
-        else None
-    )
+    is_everywhere = first_pair[0] * pair[1] == first_pair[1] * pair[0]
+    return f"{pair[1]} {unit}, {pair[0]} in the reference" if is_everywhere else None
+
+
+def _count_numbers(processes: Processes, t: int) -> int:
+    return sum(m.num_numbers or 0 for m in list_micro_steps(processes, t))
 
 
 def _count_samples(processes: Processes, t: int) -> int | None:

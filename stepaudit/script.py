@@ -211,7 +211,7 @@ def record(
         words = ["-m", "stepaudit.program", folder, steps, *program, *variation.argv]
         try:
             command, variables = [sys.executable, *words], variation.environment
-            run(command, variation.num_processes, title, timeout, variables, Path(folder), announce)
+            said = run(command, variation.num_processes, title, timeout, variables, Path(folder), announce)
         except UsageError as error:
             if (failure_file := Path(folder) / FAILURE_FILE).exists():
                 raise AuditError(f"{title}: {failure_file.read_text()}") from error
@@ -226,7 +226,8 @@ def record(
                 f"; it started {recordings[0].num_children} processes of its own, which are not recorded: leave torchrun, "
                 "accelerate launch or spawn out, and give --processes 2 to the audit"
             )
-        raise UsageError(f"{title} ended without a step of an optimizer of torch.optim{hint}")
+        said = f". It said at the end:\n  {said}" if said else ", and without a word"
+        raise UsageError(f"{title} ended without a step of an optimizer of torch.optim{hint}{said}")
     if mode == "kill":
         raise UsageError(
             f"--stop is {num_steps}, and {title} takes {len(recordings[0].steps)} steps: one more than --stop is needed"
@@ -300,7 +301,8 @@ def _make_parser(prog: str) -> _Parser:
         action="append",
         default=[],
         metavar="FLAG",
-        help=f"flag that is divided by the number of processes (default: {WINDOW}, or else {BATCH})",
+        help=f"flag that is divided by the number of processes (default: {WINDOW}, or else {BATCH}); none: all flags are of "
+        "all processes together",
     )
     runs = parser.add_argument_group("Runs")
     runs.add_argument(
@@ -359,14 +361,17 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
         raise UsageError(
             f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in violations.items() if is_wrong
         )
+    if flags.per_process == ["none"]:
+        per_process: tuple[str, ...] = ()
+        flags.per_process.clear()
+    else:
+        per_process = tuple(flags.per_process) or (WINDOW, BATCH)
     varied_names = {_normalize_name(part.split("=")[0]) for text in flags.vary for part in text.split(",")}
     if unknown_names := [name for name in flags.per_process if _normalize_name(name) not in varied_names]:
         raise UsageError(
             f"--per_process {unknown_names[0]} is no flag of --vary: {nearest(_normalize_name(unknown_names[0]), varied_names)}"
         )
-    runs = make_variations(
-        flags.vary, [int(number) for number in flags.processes.split(",")], tuple(flags.per_process) or (WINDOW, BATCH)
-    )
+    runs = make_variations(flags.vary, [int(number) for number in flags.processes.split(",")], per_process)
     if len(runs) < 2 and not (flags.resume and runs):
         raise UsageError(f"{prog}: one run has nothing to be compared with: give another --vary, or --processes 1,2")
     if problem := _find_program_problem(program[0]):
@@ -394,12 +399,16 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             run_program,
             announce,
         )
-        reference_findings = []
+        reference_findings, failures = [], []
     else:
         labels = [str(variation) for variation in runs]
-        reference_findings, comparisons = compare_runs(
-            program, runs, flags.steps, flags.tolerance, run_program, announce
-        )
+        reference_findings, results = compare_runs(program, runs, flags.steps, flags.tolerance, run_program, announce)
+        failures = [result for result in results if isinstance(result, UsageError)]
+        labels = [
+            labels[0],
+            *(label for label, r in zip(labels[1:], results, strict=True) if isinstance(r, Comparison)),
+        ]
+        comparisons = [result for result in results if isinstance(result, Comparison)]
     is_exact = all(comparison.is_exact for comparison in comparisons) and all(
         finding.is_harmless for finding in reference_findings
     )
@@ -423,6 +432,8 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     else:
         print(table(labels, reference_findings, comparisons))
         print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
+    if failures:  # what was compared is said before
+        raise UsageError(problem for failure in failures for problem in failure.problems)
     return 0 if is_exact else 1
 
 
@@ -433,7 +444,7 @@ def compare_runs(
     tolerance: float,
     record_run: Callable[[list[str], Variation, int, str], list[Recording]],
     announce: Callable[[str], None] = lambda text: None,
-) -> tuple[list[Finding], list[Comparison]]:
+) -> tuple[list[Finding], list[Comparison | UsageError]]:
     """Run a program under each layout, and compare it with the first one; in float32, too, where it computes in 16 bits.
 
     Args:
@@ -445,12 +456,22 @@ def compare_runs(
         announce: is told what runs.
 
     Returns:
-        Faults of the reference by itself; a comparison for each further layout.
+        Faults of the reference by itself; for each further layout a comparison, or why there is none.
+
+    Raises:
+        UsageError: the reference failed, or all others.
     """
-    recordings = []
-    for variation in runs:
+    recordings: list[list[Recording]] = []
+    failures: dict[int, UsageError] = {}
+    for number, variation in enumerate(runs):
         announce(f"{program[0]}: {variation}")
-        recordings.append(record_run(program, variation, num_steps, ""))
+        try:
+            recordings.append(record_run(program, variation, num_steps, ""))
+        except UsageError as error:
+            recordings.append([])
+            failures[number] = error
+            if not recordings[0] or len(failures) == len(runs) - 1:
+                raise
 
     @functools.cache
     def record_in_float32(number: int) -> list[Recording]:
@@ -467,7 +488,8 @@ def compare_runs(
             lambda is_reference: record_in_float32(0 if is_reference else number),
         )
 
-    return find_faults(recordings[0]), [settle_run(number) for number in range(1, len(runs))]
+    settled = [failures[number] if number in failures else settle_run(number) for number in range(1, len(runs))]
+    return find_faults(recordings[0]), settled
 
 
 def compare_resumed_runs(
