@@ -131,15 +131,16 @@ def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
 # N -> workload, batch, cap, dtype; all in one launch, for processes take longer to start than to train.
 CUTS_IN_SPACE = {
     2: [
-        *((workload, *cut) for workload in WORKLOADS for cut in ((32, "8", "float32"), (10, "3", "float64"))),
+        *((workload, 10, "3", "float64") for workload in WORKLOADS),
+        *((workload, 32, "8", "float32") for workload in ("bert", "documents")),
         *((workload, 10, "3", "float64") for workload in ("growing", "texts", "reader", "batch", "batch_reader")),
         *((workload, 32, "8", "float32") for workload in ("pairs", "groups")),
         ("in_space", 10, "B", "float64"),
     ],
     # B = 10 is 4 + 3 + 3, and B = 2 leaves one process without samples, also where images are normalised by their batch.
     3: [
-        *((workload, *cut) for workload in WORKLOADS for cut in ((10, "3", "float64"), (2, "1", "float64"))),
-        *((workload, 10, "3", "float64") for workload in ("pairs", "groups", "batch")),
+        *((workload, 10, "3", "float64") for workload in (*WORKLOADS, "batch")),
+        *((workload, 2, "1", "float64") for workload in ("bert", "documents")),
         *(("reader", 10, "3", "float32"), ("batch_reader", 2, "1", "float64"), ("in_space", 2, "B", "float64")),
     ],
 }

@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+from cases import keep
 from common import ROOT, fresh_accelerator
 
 from stepaudit.judge import compare
@@ -35,14 +36,14 @@ def run(monkeypatch):
     return record_here
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", keep(MODELS, ["gpt2", "bert_pretraining"]))
 def test_the_reference_is_the_models_own_loss_of_the_whole_batch(run, model):
     comparison = compare(run("exact", model, 32, 1), run("divided_by_k", model, 32, 1), TOLERANCE)
     assert len(comparison.errors) == 3
     assert max(comparison.errors) < TOLERANCE
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", keep(MODELS, ["gpt2", "bert_pretraining", "resnet"]))
 def test_the_exact_loop_is_exact_unless_batches_are_normalized(run, model):
     comparison = compare(run("exact", model, 32, 1), run("exact", model, 8, 4), TOLERANCE)
     assert (max(comparison.errors) < 1e-12) == comparison.is_exact == (model != "resnet")
