@@ -375,6 +375,60 @@ def test_the_command_for_machines(capsys, run):
     assert (answer["tolerance"], answer["findings"], answer["comparisons"][0]["findings"]) == (1e-9, [], [])
 
 
+def test_a_layout_that_fails_leaves_the_others_their_verdicts(capsys, run):
+    """All that could be compared is said; then why the rest could not, and that is the end of it: not a verdict."""
+    words = [*VARY, "--vary", f"{corpus.BATCH}=2,{corpus.WINDOW}=8", "--", str(program("not_divided_by_k"))]
+
+    def record_all_but(failing: tuple[str, ...]):
+        def record_one(_, variation, *__):
+            if variation.flags[corpus.BATCH] in failing:
+                raise UsageError(f"b {variation.flags[corpus.BATCH]} failed: it said why")
+            return run("not_divided_by_k", *map(int, variation.flags.values()))
+
+        return record_one
+
+    with pytest.raises(UsageError, match=r"^b 4 failed: it said why$"):
+        audit_script(words, run_program=record_all_but(("4",)))
+    said = capsys.readouterr().out
+    assert "b 2, k 8, N 1" in said
+    assert "b 4, k 4, N 1" not in said
+    assert "8 = k times the gradient" in said
+    for failing in (("16",), ("4", "2")):  # nothing is left to compare
+        with pytest.raises(UsageError, match=f"^b {failing[-1]} failed: it said why$"):
+            audit_script(words, run_program=record_all_but(failing))
+        assert "N 1  the reference" not in capsys.readouterr().out
+
+
+def test_no_flag_is_of_a_process():
+    flags = f"{corpus.BATCH}=16,{corpus.WINDOW}=2"
+    runs = []
+
+    def note(_, variation, *__):
+        runs.append(variation.flags)
+        raise UsageError("enough")
+
+    for words, expected in (([], {corpus.WINDOW: "1"}), (["--per_process", "none"], {})):
+        for processes in ("1", "2"):
+            with pytest.raises(UsageError, match="enough"):
+                audit_script(
+                    [
+                        "--vary",
+                        flags,
+                        "--vary",
+                        flags,
+                        "--processes",
+                        processes,
+                        *words,
+                        "--",
+                        str(program("groupnorm")),
+                    ],
+                    run_program=note,
+                )
+        assert runs[0] == {corpus.BATCH: "16", corpus.WINDOW: "2"}
+        assert runs[1] == runs[0] | expected
+        runs.clear()
+
+
 def test_json_has_null_where_a_step_is_not_compared(capsys, run):
     name = "shuffles_per_layout"
     words = [*VARY, "--json", "--", str(program(name))]
@@ -437,11 +491,11 @@ def test_a_program_that_fails_or_takes_no_step(tmp_path):
     file = tmp_path / "program.py"
     exit_text = "import sys; sys.exit('what it said')"
     silenced = "import builtins; builtins.print = lambda *_, **__: None"  # as on all processes but the first
-    looks = "import os, sys; assert os.listdir(sys.argv[1]) == os.listdir(sys.argv[2].partition('=')[2]) == []"
+    looks = "import os, sys; assert os.listdir(sys.argv[1]) == os.listdir(sys.argv[2].partition('=')[2]) == []; print('bye')"
     for text, message in (
         (f"{silenced}; raise KeyError('x')", "KeyError: 'x'"),
         (exit_text, "what it said"),
-        (looks, "ended without a step of an optimizer"),
+        (looks, r"ended without a step of an optimizer of torch.optim. It said at the end:\n  bye$"),
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=message):
