@@ -92,6 +92,7 @@ class _Search:
     ):
         self.model, self.samples, self.collate, self.call = model, samples, collate, call
         self.tolerance, self.first = tolerance, first
+        self.usual_calls: list[Call] | None = None
         modules = list(model.modules())
         self.buffers = [(m, name, buffer.clone()) for m in modules for name, buffer in m.named_buffers(recurse=False)]
 
@@ -101,7 +102,7 @@ class _Search:
         findings = _make_findings(
             "state", states, "its output differs when the same samples come again, with the same noise"
         )
-        if states and self._compare(self._record(self.first), self._record(self.first)) is not None:
+        if states and self._compare(self._record_usual(), self._record(self.first)) is not None:
             return findings  # the state is in no buffer: whatever else is asked, the output differs for this reason
         noises = self._collect(self._find_noise)
         findings += _make_findings("dropout", noises, "its output differs for the same samples")
@@ -125,6 +126,12 @@ class _Search:
         with fix_noise(seed):
             return record_calls(self.model, lambda: self.call(self.model, batch))
 
+    def _record_usual(self) -> list[Call]:
+        """Record the call of the samples as they are, once for each set of modules that are in evaluation."""
+        if self.usual_calls is None:
+            self.usual_calls = self._record(self.first)
+        return self.usual_calls
+
     def _compare(self, calls: list[Call], others: list[Call], *rows: int) -> Call | None:
         return _find_first_difference(calls, others, self.tolerance, *rows)
 
@@ -134,13 +141,14 @@ class _Search:
         while (entrance := probe()) is not None and entrance.module not in entrances:
             entrances[entrance.module] = entrance
             entrance.module.eval()
+            self.usual_calls = None
         return list(entrances.values())
 
     def _find_state(self) -> Call | None:
         return self._compare(self._record(self.first), self._record(self.first, is_continued=True))
 
     def _find_noise(self) -> Call | None:
-        return self._compare(self._record(self.first, 1), self._record(self.first, 2))
+        return self._compare(self._record_usual(), self._record(self.first, 2))
 
     def _find_mixing(self) -> Call | None:
         """Find where a sample's rows change when another sample of the batch is replaced, and all shapes stay.
@@ -156,15 +164,19 @@ class _Search:
                     continue
                 rows = (row, row, len(self.samples), len(self.samples) + 1)
                 second = self._record(self.collate([*others, others[0]]))
-                if entrance := self._compare(self._record(self.first), second, *rows):
+                if entrance := self._compare(self._record_usual(), second, *rows):
                     return entrance
                 break
         return None
 
     def _find_padding(self) -> Call | None:
-        whole = self._record(self.first)
-        for row, sample in enumerate(self.samples):
-            if entrance := self._compare(whole, self._record(self.collate([sample])), row, 0, len(self.samples), 1):
+        """Find where a sample alone gives something else than in the batch: the first sample of each length."""
+        batches = [self.collate([sample]) for sample in self.samples]
+        shapes = [_find_shapes(batch) for batch in batches]
+        for row, batch in enumerate(batches):
+            if shapes.index(shapes[row]) < row:
+                continue
+            if entrance := self._compare(self._record_usual(), self._record(batch), row, 0, len(self.samples), 1):
                 return entrance
         return None
 

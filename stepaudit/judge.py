@@ -33,6 +33,17 @@ AVERAGE_TOLERANCE = 0.01  # relative, of the change of an average since the firs
 LOG_TOLERANCE = 1e-3  # relative; logs are rounded
 # Causes that come of asking the model, or of knowing no other one: less than one that produces the numbers of a step.
 ASKED = {"not_a_sum", "mixed_samples", "mixed_loss", "padding", "batch_norm", "dropout", "state", "expert_balance"}
+# Where samples are others, so are their losses.
+INPUTS = {
+    "other_samples",
+    "other_inputs",
+    "random_collate",
+    "batch_size",
+    "duplicated",
+    "dropped",
+    "not_sharded",
+    "num_steps",
+}
 COLUMNS = ("errors", "ratios", "cosines", "loss_errors", "update_errors")
 
 
@@ -224,9 +235,9 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         ):
             evidence = f"relative difference {columns['update_errors'][-1]:.2g}"
             findings.append(Finding("update", f"step {t + 1}", evidence))
-        findings += _find_wrong_log(
-            g.logged_losses, true_loss, f"step {t + 1}", len(get_window(g)), recording.num_processes
-        )
+        if not {finding.cause for finding in findings} & INPUTS:
+            place, k = f"step {t + 1}", len(get_window(g))
+            findings += _find_wrong_log(g.logged_losses, true_loss, place, k, recording.num_processes)
         if recording.has_moved and not (error <= tolerance and _rates_agree(r, g, tolerance)):
             break  # later steps are taken from other parameters
     is_wrong = any(not finding.is_harmless for finding in findings)
