@@ -48,6 +48,11 @@ class DrawnBatch:
         items = self.digests if self.samples is None else self.samples
         return None if items is None else len(items)
 
+    def find_largest(self) -> list[torch.Tensor]:
+        """Find the tensors that tell a batch from others: the largest, for labels of a few samples may be anybody's."""
+        largest = max((leaf.numel() for leaf in self.leaves), default=0)
+        return [leaf for leaf in self.leaves if 2 * leaf.numel() >= largest]
+
     def find_rows(self, tensors: list[torch.Tensor]) -> list[int] | None:
         """Find the samples of this batch that the tensors hold.
 
@@ -164,7 +169,7 @@ class Batches:
         if match is None:
             copies = [*self.pending_batches, *([self.current_batch] if self.current_batch else [])]
             match = next(
-                (batch for batch in copies if any(_is_copy(a, b) for a in batch.leaves for b in tensors)), None
+                (batch for batch in copies if any(_is_copy(a, b) for a in batch.find_largest() for b in tensors)), None
             )
         if match is None:
             match = next(
@@ -289,7 +294,11 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _is_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.numel() > 1 and bool((a.detach().cpu() == b.detach().cpu()).all())
+    """Tell whether a tensor is a copy of another; one that is the same number everywhere is a copy of none."""
+    if a.shape != b.shape or a.numel() < 2:
+        return False
+    a, b = a.detach().cpu().flatten(), b.detach().cpu().flatten()
+    return bool((a == b).all()) and bool((a != a[0]).any())
 
 
 def _find_storage(tensor: torch.Tensor) -> int:

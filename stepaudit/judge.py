@@ -203,7 +203,8 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
                 column.append(float("nan"))
             is_cut_off = _list_unfinished(other[0]) and t == len(recording.steps) - 1 > 0
             is_shifted = is_early or any(finding.cause == "last_window" for finding in findings)
-            if not is_shifted and not is_cut_off:
+            is_named = any(finding.cause in INPUTS for finding in findings)  # from then on samples may be others
+            if not is_shifted and not is_cut_off and not is_named:
                 findings.append(explain_samples(reference, other, t))
             continue
         norm, loss, true_loss = norm_of(true_gradient), compute_loss(other, t), compute_loss(reference, t)
@@ -226,7 +227,11 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
                     continue
                 # A fault that an earlier step's numbers have named is not another one here
                 is_named = any(not finding.is_harmless for finding in findings)
-                findings += [f for f in explain_gradient(question) if not (is_named and _is_vague(f))]
+                is_fed_wrong = any(
+                    finding.cause in INPUTS for finding in findings
+                )  # from then on samples may be others
+                known = [f for f in explain_gradient(question) if not (is_named and _is_vague(f))]
+                findings += [f for f in known if not (is_fed_wrong and f.cause in INPUTS)]
         if (
             t < num_before  # behind it the moments are others
             and _rates_agree(r, g, tolerance)

@@ -76,9 +76,12 @@ def explain_samples(reference: Processes, other: Processes, t: int) -> Finding:
         )
         return ", ".join(map(str, sample_names[:5])) + ("..." if len(sample_names) > 5 else "")
 
+    extra_samples, missing_samples = tally - reference_tally, reference_tally - tally
+    goes_on = t + 1 < min(len(reference[0].steps), len(other[0].steps)) and has_same_samples(reference, other, t + 1)
+    if not missing_samples and goes_on:  # a window is filled with samples that come again
+        return Finding("duplicated", place, f"{extra_samples.total()} are added: {list_samples(extra_samples)}")
     if (finding := _compare_epochs(reference, other, t)) is not None:
         return finding
-    extra_samples, missing_samples = tally - reference_tally, reference_tally - tally
     if not extra_samples:
         return Finding("dropped", place, f"{missing_samples.total()}: {list_samples(missing_samples)}")
     repeated_samples = _tally_uses(other, t, name) - _tally_uses(reference, t, name)
@@ -205,8 +208,28 @@ def explain_rows(reference: Processes, other: Processes, t: int) -> Finding | No
     for number in range(-1, num_others.pop() if len(num_others) == 1 else 0):
         truth, rows = ([m.rows if number < 0 else m.other_rows[number] for m in group] for group in groups)
         if (finding := _compare_rows(truth, rows, other, t)) is not None:
-            return finding
+            return _find_rows_elsewhere(reference, other, t, number) or finding
     return None
+
+
+def _find_rows_elsewhere(reference: Processes, other: Processes, t: int, number: int) -> Finding | None:
+    """Find out whether all rows of a step that are not the reference's are of other steps of it: whole samples, not drawn anew."""
+
+    def tally(processes: Processes, steps: range) -> Counter:
+        rows: Counter = Counter()
+        for m in (m for step in steps for m in list_micro_steps(processes, step)):
+            rows.update(row[1] for row in (m.rows if number < 0 else m.other_rows[number]) or [] if len(row) > 1)
+        return rows
+
+    own, truth = tally(other, range(t, t + 1)), tally(reference, range(t, t + 1))
+    strangers, place = own - truth, f"step {t + 1}"
+    earlier, elsewhere = tally(other, range(t)), tally(reference, range(len(reference[0].steps)))
+    if not strangers or not strangers.keys() <= elsewhere.keys() or len(elsewhere) < 2:
+        return None
+    count = f"{strangers.total()} of its {own.total()} rows"
+    if strangers.keys() <= truth.keys() | earlier.keys():
+        return Finding("duplicated", place, f"{count} come a second time")
+    return Finding("other_samples", place, f"{count} are of another step of the reference")
 
 
 def _compare_numbers(reference_group: list[MicroStep], group: list[MicroStep], t: int) -> Finding | None:
