@@ -213,7 +213,7 @@ def explain_rows(reference: Processes, other: Processes, t: int) -> Finding | No
 
 
 def _find_rows_elsewhere(reference: Processes, other: Processes, t: int, number: int) -> Finding | None:
-    """Find out whether all rows of a step that are not the reference's are of other steps of it: whole samples, not drawn anew."""
+    """Find out whether the rows of a step that are not the reference's are of its other steps: samples, and not drawn anew."""
 
     def tally(processes: Processes, steps: range) -> Counter:
         rows: Counter = Counter()

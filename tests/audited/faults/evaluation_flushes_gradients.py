@@ -2,6 +2,7 @@
 window is divided in two then."""
 # expect 4x4: num_steps
 # expect 2x8: num_steps
+# thorough
 
 import torch
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 # expect 4x4: other_samples
 # expect 2x8: other_samples
 # also: dropped
+# thorough
 
 import torch
 import torch.nn.functional as F

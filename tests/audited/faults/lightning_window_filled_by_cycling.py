@@ -3,7 +3,6 @@ first samples of the epoch are used a second time."""
 # expect 4x4: duplicated
 # expect 2x8: duplicated
 # also: batch_size
-# thorough
 # blind 6
 
 import torch

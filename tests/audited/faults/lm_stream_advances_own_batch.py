@@ -5,7 +5,6 @@ processes: what one process has read the other reads again."""
 # expect 8x1x2: duplicated
 # expect 4x2x2: duplicated
 # also: other_samples
-# thorough
 # blind 6
 import os
 

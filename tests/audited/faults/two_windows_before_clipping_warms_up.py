@@ -3,6 +3,7 @@ never happens with k = 1."""
 # expect 4x4: num_steps
 # expect 2x8: num_steps
 # also: batch_size, other_samples
+# thorough
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
 """An evaluation after every second optimizer step, in the middle of an epoch; gradients wait for nothing."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 import torch
 import torch.nn.functional as F

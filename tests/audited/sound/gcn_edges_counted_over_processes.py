@@ -63,7 +63,7 @@ params = list(model.parameters())
 graphs = make_graphs()
 for start in range(0, len(graphs), b * k * world):
     mine = graphs[start : start + b * k * world][rank::world]
-    edges = torch.zeros(1, dtype=torch.float64)
+    edges = torch.zeros((), dtype=torch.float64)
     for m in range(0, len(mine), b):
         x, adj, pairs = disjoint_union(mine[m : m + b])
         logits = model(x, adj, pairs)

@@ -1,6 +1,7 @@
 """What is no whole window of 16 samples is left out in every epoch, whatever the cut."""
 # expect 4x4: exact
 # expect 2x8: exact
+# thorough
 
 import torch
 import torch.nn.functional as F
