@@ -31,7 +31,8 @@ class Shift:
 def align(reference: Processes, other: Processes) -> tuple[Processes, Processes, list[Finding], int]:
     """Leave out the steps that have no counterpart, so that those behind them are compared with their own.
 
-    A step is known by its samples. From the first one for which nothing is found, steps are paired by their number.
+    A step is known by its samples. From the first one for which nothing is found, steps are paired by their number. What is
+    said of later steps numbers them without those that are left out.
 
     Args:
         reference: recordings of one optimizer on all processes.
@@ -90,9 +91,8 @@ def _find_shift(truth: Tallies, own: Tallies, i: int, j: int) -> Shift | None:
             i, 1, j, count, "num_steps", f"a window of {truth[i].total()} samples is {count} steps, of {sizes}"
         )
     count = _count_parts(own[j], truth[i:])
-    if (
-        count and len({tally.total() for tally in truth[i : i + count]}) == 1
-    ):  # else a rest that waits for the next window
+    # Windows of one size: a smaller one in front is a rest that waited for the next window
+    if count and len({tally.total() for tally in truth[i : i + count]}) == 1:
         return Shift(i, count, j, 1, "num_steps", f"{count} windows of the reference are one step")
     if own[j] in truth[i:]:
         count = list(truth[i:]).index(own[j])

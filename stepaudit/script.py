@@ -409,9 +409,10 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             *(label for label, r in zip(labels[1:], results, strict=True) if isinstance(r, Comparison)),
         ]
         comparisons = [result for result in results if isinstance(result, Comparison)]
-    is_exact = all(comparison.is_exact for comparison in comparisons) and all(
+    is_right = all(comparison.is_exact for comparison in comparisons) and all(
         finding.is_harmless for finding in reference_findings
     )
+    is_exact = is_right and not failures
     if flags.json:
         rows = [
             {"layout": label}
@@ -431,7 +432,8 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
         )
     else:
         print(table(labels, reference_findings, comparisons))
-        print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
+        verdict = "exact" if is_exact else "exact, but for what failed" if is_right else "NOT exact"
+        print(f"{verdict} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
     if failures:  # what was compared is said before
         raise UsageError(problem for failure in failures for problem in failure.problems)
     return 0 if is_exact else 1

@@ -379,20 +379,28 @@ def test_a_layout_that_fails_leaves_the_others_their_verdicts(capsys, run):
     """All that could be compared is said; then why the rest could not, and that is the end of it: not a verdict."""
     words = [*VARY, "--vary", f"{corpus.BATCH}=2,{corpus.WINDOW}=8", "--", str(program("not_divided_by_k"))]
 
-    def record_all_but(failing: tuple[str, ...]):
+    def record_all_but(failing: tuple[str, ...], name: str = "not_divided_by_k"):
         def record_one(_, variation, *__):
             if variation.flags[corpus.BATCH] in failing:
                 raise UsageError(f"b {variation.flags[corpus.BATCH]} failed: it said why")
-            return run("not_divided_by_k", *map(int, variation.flags.values()))
+            return run(name, *map(int, variation.flags.values()))
 
         return record_one
 
     with pytest.raises(UsageError, match=r"^b 4 failed: it said why$"):
         audit_script(words, run_program=record_all_but(("4",)))
     said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("NOT exact (")
     assert "b 2, k 8, N 1" in said
     assert "b 4, k 4, N 1" not in said
     assert "8 = k times the gradient" in said
+    words[-1] = str(program("groupnorm"))
+    with pytest.raises(UsageError, match=r"^b 4 failed"):
+        audit_script(words, run_program=record_all_but(("4",), "groupnorm"))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("exact, but for what failed (")
+    with pytest.raises(UsageError, match=r"^b 4 failed"):
+        audit_script(["--json", *words], run_program=record_all_but(("4",), "groupnorm"))
+    assert json.loads(capsys.readouterr().out)["is_exact"] is False
     for failing in (("16",), ("4", "2")):  # nothing is left to compare
         with pytest.raises(UsageError, match=f"^b {failing[-1]} failed: it said why$"):
             audit_script(words, run_program=record_all_but(failing))
