@@ -115,13 +115,14 @@ def test_transforms_that_are_modules_do_not_take_the_place_of_the_model():
     assert recorder.recording.facts == [["batch_norm", "1 (BatchNorm1d)"]]
 
 
-def test_labels_of_a_few_samples_tell_no_batch():
-    """A loss is given [1, 1], as a GAN's is for real images, and these are some batch's labels, too: the next batch is used."""
+@pytest.mark.parametrize("targets", [[1, 1], [1, 2]])
+def test_labels_of_a_few_samples_tell_no_batch(targets):
+    """A loss is given [1, 1], say, as a GAN's is for real images, and these are some batch's labels, too: the next batch is used."""
     batches, x = Batches(), torch.arange(12.0).view(2, 2, 3)
-    for number, labels in enumerate(([0, 3], [1, 1])):
+    for number, labels in enumerate(([0, 3], targets)):
         batches.pending_batches.append(
             DrawnBatch(7, [2 * number, 2 * number + 1], None, 0, (x[number], torch.tensor(labels)))
         )
     batches.newest_dataset = 7
-    assert batches.use([(None, (x[1].tanh(), torch.ones(2)), {})]).samples == [0, 1]
+    assert batches.use([(None, (x[1].tanh(), torch.tensor(targets)), {})]).samples == [0, 1]
     assert batches.use([(None, (x[1].clone(),), {})]).samples == [2, 3]
