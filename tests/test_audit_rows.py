@@ -117,7 +117,7 @@ def test_transforms_that_are_modules_do_not_take_the_place_of_the_model():
 
 @pytest.mark.parametrize("targets", [[1, 1], [1, 2]])
 def test_labels_of_a_few_samples_tell_no_batch(targets):
-    """A loss is given [1, 1], say, as a GAN's is for real images, and these are some batch's labels, too: the next batch is used."""
+    """A loss is given what a GAN takes for real, say, and these are some batch's labels, too: the next batch is used."""
     batches, x = Batches(), torch.arange(12.0).view(2, 2, 3)
     for number, labels in enumerate(([0, 3], targets)):
         batches.pending_batches.append(
