@@ -1,6 +1,7 @@
 """LocalSGD, DiLoCo, PowerSGD and top-k: what they compute is the recipe's, whatever the number of processes and restarts."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from compare import parameters, relative
 from torch import nn
 
 from samestep.contrib.communication.algorithms import Communication, count_sent_bytes
-from samestep.contrib.communication.compression import PowerSgd, TopK
+from samestep.contrib.communication.compression import PowerSgd, TopK, Waiting
 from samestep.contrib.communication.local_workers import LocalWorkers
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
@@ -191,11 +192,12 @@ def test_top_k_sends_the_rest_later():
 
 
 def test_power_sgd_is_exact_at_first_then_of_low_rank(monkeypatch):
-    """And hands over as many bytes as the run says, also those of callbacks in other threads."""
-    sent, all_reduce = [], dist.all_reduce
+    """And hands over as many bytes as the run says, in no other thread than the caller's."""
+    sent, threads, all_reduce = [], set(), dist.all_reduce
 
     def record(tensor, **how):
         sent.append(tensor.nbytes)
+        threads.add(threading.get_ident())
         return all_reduce(tensor, **how)
 
     monkeypatch.setattr(dist, "all_reduce", record)
@@ -212,8 +214,27 @@ def test_power_sgd_is_exact_at_first_then_of_low_rank(monkeypatch):
             assert torch.equal(model[2].weight.grad, true) == (step < 2)
             way = found if step >= 2 else None
             assert sum(sent) == count_sent_bytes(way, [tuple(p.shape) for p in model.parameters()], itemsize=8)
+        assert threads == {threading.get_ident()}
+        assert not dist.is_initialized(), "one process needs no group"
     finally:
         compression.close()
+
+
+def test_sums_over_gloo_end_in_the_callers_thread():
+    """In the group's own thread, the end of what a callback holds can be that of the group, which then waits for itself."""
+    threads = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = Waiting(dist.group.WORLD)
+        assert (group.rank(), group.size()) == (0, 1)
+        for number in range(20):
+            tensor = torch.full((3,), float(number))
+            future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+            assert torch.equal(future.value()[0], tensor)
+            future.then(lambda _: threads.append(threading.get_ident())).wait()
+    finally:
+        dist.destroy_process_group()
+    assert threads == [threading.get_ident()] * 20
 
 
 # --------------------------------------------------------------------------------------------------------- whole trainings
