@@ -9,6 +9,7 @@ _HOMES = {
     "Run": "samestep.training.run",
     "audit_step": "stepaudit",
     "evaluate": "samestep.training.own_loop",
+    "exact": "samestep.training.trainer",
     "exact_steps": "samestep.training.own_loop",
     "exact_windows": "samestep.training.own_loop",
     "noise_by_sample": "samestep.step.noise",

@@ -34,7 +34,7 @@ RUNS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_processes", "precision"), [thorough(2, "no"), (3, "bf16")])
+@pytest.mark.parametrize(("num_processes", "precision"), [thorough(2, "no"), (3, "no"), thorough(3, "bf16")])
 def test_the_same_to_the_bit_on_any_number_of_processes(train, train_on, monkeypatch, num_processes, precision):
     runs = {name: EVALUATE + flags for name, flags in RUNS[num_processes].items()}
     folder = train_on(num_processes, {f"{name}-shared": flags for name, flags in runs.items()}, precision=precision)

@@ -115,18 +115,10 @@ def test_what_is_refused(train):
         def __iter__(self):
             return iter([])
 
-    class TwiceTheLoss(GPT2LMHeadModel):
-        def forward(self, input_ids=None, attention_mask=None, labels=None):
-            outputs = super().forward(input_ids, attention_mask=attention_mask, labels=labels)
-            outputs.loss = None if outputs.loss is None else 2 * outputs.loss
-            return outputs
-
-    refused("BertForMultipleChoice", "loss=...", model=bert("BertForMultipleChoice"))
     refused("loss returned a mean (NllLoss", "reduction", loss=mean, targets=lambda batch: len(batch["labels"]))
     refused("train_dataset is a Stream", "exact_windows", train_dataset=Stream())
     refused("compute_loss_func", "loss=...", compute_loss_func=lambda *_: None)
     refused("label_smoothing_factor is 0.1", loss=mean, label_smoothing_factor=0.1)
-    refused("TwiceTheLoss", "other terms", model=TwiceTheLoss(gpt2().config), kind="text")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True}
     balanced = transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**SIZES, **experts, head_dim=8, num_key_value_heads=2)
@@ -134,6 +126,26 @@ def test_what_is_refused(train):
     refused("balances experts", "output_router_logits = False", model=balanced, kind="text")
     refused("must have labels and next_sentence_label", model=bert("BertForPreTraining"), data_collator=drop_pair_label)
     refused("loss returned Tensor", "(sums, number of targets)", loss=lambda m, b: m(**b).loss, targets=len)
+
+
+class TwiceTheLoss(GPT2LMHeadModel):
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        outputs = super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+        outputs.loss = None if outputs.loss is None else 2 * outputs.loss
+        return outputs
+
+
+def test_a_head_with_another_loss_than_its_kind_is_measured(train):
+    """Twice the loss of a causal language model."""
+    trainers = []
+    for b, k in ((4, 1), (1, 4)):
+        torch.manual_seed(0)
+        trainers.append(train(TwiceTheLoss(gpt2().config), "text", b, k))
+    assert torch.allclose(weights(trainers[0]), weights(trainers[1]), atol=2e-6)
+    assert losses(trainers[0]) == pytest.approx(losses(trainers[1]), rel=1e-3)
+    torch.manual_seed(0)
+    plain = train(GPT2LMHeadModel(gpt2().config), "text", 4, 1)
+    assert losses(trainers[0])[0] == pytest.approx(2 * losses(plain)[0], rel=1e-5)
 
 
 def drop_pair_label(samples):

@@ -1,6 +1,7 @@
 """--reproducible: the same bits on any number of processes, with any restarts, dropout on."""
 
 import pytest
+from cases import thorough
 from common import TINIES, metrics, model_of, task_of
 from compare import hash_run
 
@@ -25,7 +26,7 @@ FLAGS = " --global_batch_size 16 --reproducible 3 --max_train_steps 4"
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("precision", ["bf16"])
+@pytest.mark.parametrize("precision", ["no", thorough("bf16")])
 def test_any_number_of_processes(train_on, precision):
     expected = None
     for num_processes in (1, 3):

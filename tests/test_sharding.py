@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
+from cases import thorough
 from common import ROOT, launch_environment
 from compare import BF16, check
 from run_sharded import plan_more
@@ -60,7 +61,7 @@ def whole(measure):
     return measure(1, WHOLE)[0]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[thorough(2), 3])
 def sharded(request, measure):
     return measure(request.param, name_cases(request.param))
 

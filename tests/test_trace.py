@@ -76,13 +76,13 @@ MANY_WORDS = {"num_layers": 2, "vocab_size": 20000}
 @pytest.mark.parametrize(
     ("kind", "changes", "mixed_precision", "recomputed"),
     [
-        ("gpt2", {}, "no", False),
+        thorough("gpt2", {}, "no", False),
         thorough("gpt2", {}, "no", True),
         thorough("gpt2", {}, "bf16", False),
         ("gpt2", {}, "bf16", True),
         *(thorough("bert", {"vocab_size": 4000}, kind, way) for kind in ("no", "bf16") for way in (False, True)),
         thorough("bert", MANY_WORDS, "no", False),
-        ("bert", MANY_WORDS, "no", True),
+        thorough("bert", MANY_WORDS, "no", True),
         ("bert", MANY_WORDS, "bf16", False),
         thorough("bert", MANY_WORDS, "bf16", True),
     ],
@@ -214,7 +214,8 @@ def test_a_document_mask_keeps_a_matrix_for_each_sample():
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention"), [("gpt2", "sdpa"), ("bert", "eager"), thorough("gpt2", "eager"), thorough("bert", "sdpa")]
+    ("kind", "attention"),
+    [("gpt2", "sdpa"), *(thorough(*way) for way in (("bert", "eager"), ("gpt2", "eager"), ("bert", "sdpa")))],
 )
 def test_flops_are_those_that_torch_counts(kind, attention):
     recipe = small(kind)
@@ -334,9 +335,7 @@ def larger(kind: str) -> dict:
     return {key: value for key, value in LARGER.items() if key in SMALL_CONFIGS[kind][1]}
 
 
-@pytest.mark.parametrize(
-    "kind", keep(SMALL_CONFIGS, ["BertForPreTraining", "GPT2LMHeadModel", "ResNetForImageClassification"])
-)
+@pytest.mark.parametrize("kind", keep(SMALL_CONFIGS, ["GPT2LMHeadModel", "ResNetForImageClassification"]))
 def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
     save(tmp_path, kind, **larger(kind))
     is_image = kind.startswith("ResNet")
@@ -373,7 +372,7 @@ def test_a_model_of_the_hub_is_traced_as_its_recipe(kind, tmp_path):
 def test_where_eager_attention_is_the_most(tmp_path):
     """Many heads, narrow and long: the fullest moment is the backward of the last layer's attention."""
     shape = {"hidden_size": 64, "num_attention_heads": 16, "num_hidden_layers": 2, "intermediate_size": 256}
-    for mixed_precision, dropout in (("no", 0.0), ("bf16", 0.0), ("no", 0.1), ("bf16", 0.1)):
+    for mixed_precision, dropout in (("bf16", 0.0), ("no", 0.1)):
         more = {"attention_probs_dropout_prob": dropout, "architectures": ["BertForMaskedLM"]}
         transformers.BertConfig(**shape, **more, vocab_size=100).save_pretrained(tmp_path)
         model = dataclasses.replace(model_from_config(read_config(str(tmp_path)), 512, name="it"), eager_attention=True)

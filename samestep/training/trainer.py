@@ -1,30 +1,27 @@
-"""transformers' Trainer with the exact step, and nothing else changed."""
+"""transformers' Trainer, and what inherits from it, with the exact step and nothing else changed."""
 
-import inspect
+import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from samestep.errors import UsageError
 from samestep.step.accumulate import total_counts
-from samestep.step.losses import IGNORED, cross_entropy_sum, nonzero, weighted_loss
+from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared
+from samestep.training.head_loss import REMEDY, HeadLoss
 from samestep.training.launch import is_sharded
+from samestep.training.measured_loss import NUM_ASKED, Divisor, Measurement, undisturbed
 from samestep.training.own_loop import (
     SUM,
     agree_on_dtype,
@@ -36,34 +33,31 @@ from samestep.training.own_loop import (
 from samestep.training.trainer_settings import find_setting_problems
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Largest relative difference from the model's own loss that counts as rounding; in 16 bits 5e-2."""
-PAIR_LOGITS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
-REMEDY = (
-    "give ExactTrainer(loss=..., targets=...): loss(model, batch) -> (sums, number of targets), targets(batch) -> number of "
-    "targets"
-)
 
 
-class ExactTrainer(Trainer):
-    """A `Trainer` whose steps do not depend on how they are cut: micro-batches, processes, a last window that is not full.
+OWN = ("_prepare_inputs", "get_batch_samples", "get_train_dataloader", "_inner_training_loop", "_run_epoch")
+"""Methods of Trainer that decide which samples a step has: a trainer with its own ones draws, or makes, its samples itself."""
 
-    Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step). Trainer leaves that to
-    the model, and most heads take a mean. No sample comes twice at the end of an epoch. `eval_loss` is the mean over all
-    targets of the evaluation, too. All else is Trainer's.
+
+class ExactStep(Trainer):
+    """What `exact` adds to a trainer: the same step for every cut into micro-batches and processes, and the same `eval_loss`.
+
+    Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step). No sample comes twice
+    at the end of an epoch. All else is the trainer's.
 
     Args:
-        args, kwargs: arguments of `Trainer`.
-        loss: (model, batch) -> (sums, number of targets): scalars or [terms]. None: for causal, masked and two-term (BERT)
-            language models and classifiers of sequences and tokens, computed from their logits, and compared with the model's
-            own loss on the first micro-batch.
-        targets: batch -> number of targets, int or int tensor [terms], or the sum of their weights, floats. None: built-in
-            losses know it; for your `loss` it costs one more forward of each batch, without gradients.
+        args, kwargs: arguments of the trainer.
+        loss: (model, batch) -> (sums, number of targets): scalars or [terms]. None: the trainer's own. For Trainer's and common
+            heads (causal, masked and two-term (BERT) language models, classifiers of sequences and tokens) it is computed from
+            their logits, and compared with the model's own loss on the first micro-batch. For all others, and for trainers with
+            a loss of their own, what it divides by is measured on a few samples (`measured_loss`).
+        targets: batch -> number of targets, int or int tensor [terms], or the sum of their weights, floats. None: the trainer's
+            own loss knows it; for your `loss` it costs one more forward of each batch, without gradients.
         loss_weights: w_j; default 1.
 
     Raises:
-        UsageError: an unknown head without `loss`; a dataset without a length; settings that would change the step
-            (`trainer_settings.REFUSED`).
+        UsageError: a loss that is no sum over samples, found in the first step; a dataset without a length; settings that would
+            change the step (`trainer_settings.REFUSED`); modules that normalise by the batch.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class ExactTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        problems = find_problems(self.accelerator, "ExactTrainer") + find_setting_problems(self.args)
+        problems = find_problems(self.accelerator, type(self).__name__) + find_setting_problems(self.args)
         if self.compute_loss_func is not None:
             problems.append("compute_loss_func is given, but it is not asked for sums: " + REMEDY)
         is_stream = isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__")
@@ -92,15 +86,68 @@ class ExactTrainer(Trainer):
             )
         if problems:
             raise UsageError(problems)
+        self._divisor: Divisor | None = None
+        self._measures, self._is_compared, self._rows_per_sample = False, False, 1
         if loss is None:
-            head = HeadLoss(self.accelerator.unwrap_model(self.model), self.args.label_smoothing_factor)
-            loss, targets = head, head.targets
+            loss, targets = self._find_loss()
         self._loss, self._targets, self._weights = loss, targets, loss_weights
         self.loss_is_scaled_for_ga = True
         self._placeholder: _Placeholder | None = None
-        self._num_windows = 0
+        self._num_windows = self._num_losses = 0
         self._dtype: torch.dtype | None = None
         self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
+
+    def _find_loss(self) -> tuple[Loss, Callable[[Any], torch.Tensor]]:
+        """Find the loss as sums: of a head that is known, in a trainer that leaves the loss to it, or measured."""
+        if self._find_parent("compute_loss") is Trainer:
+            model = self.accelerator.unwrap_model(self.model)
+            if (head := HeadLoss.find(model, self.args.label_smoothing_factor)) is not None:
+                return head, head.targets
+        self._measures = True
+        return self._multiply_own_loss, self._count_by_divisor
+
+    def _find_parent(self, name: str = "__init__") -> type:
+        """Find the class behind this one that has a method: the trainer that was made exact, or what that inherits from."""
+        parents = type(self).__mro__
+        return next(parent for parent in parents[parents.index(ExactStep) + 1 :] if name in vars(parent))
+
+    def _multiply_own_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = self._count_by_divisor(batch)
+        return self._ask_own_loss(model, batch) * counts.to(self.accelerator.device), counts
+
+    def _ask_own_loss(self, model: nn.Module, batch: Any, **how: Any) -> Any:
+        """Ask the trainer's own loss, which may change the batch it is given, and gather what it logs."""
+        with _uneven_gathers(self.accelerator):
+            return super().compute_loss(model, type(batch)(batch), **how)
+
+    def _count_by_divisor(self, batch: Any) -> torch.Tensor:
+        assert self._divisor is not None, "measured before the first batch is read"
+        return self._divisor.count(batch)
+
+    def _measure(self, loader: Any) -> None:
+        """Measure what the trainer's own loss divides by, on samples that are the same on every process."""
+        model, is_coarse = self.model_wrapped, self.accelerator.mixed_precision in ("fp16", "bf16")
+        if isinstance(self._loss, HeadLoss) and not self._is_compared:
+            self._is_compared = True
+            samples = [loader.dataset[number] for number in range(min(len(loader.dataset), NUM_ASKED))]
+            with undisturbed(self, model), torch.no_grad():
+                batch = self._prepare_inputs(loader.collate_fn(samples))
+                is_known = self._loss.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch)
+            if not is_known:
+                self._measures, self._loss, self._targets = True, self._multiply_own_loss, self._count_by_divisor
+        if not self._measures or self._divisor is not None:
+            return
+        measurement = Measurement(
+            lambda batch: self._ask_own_loss(model, self._prepare_inputs(batch)),
+            loader.collate_fn,
+            model,
+            self._find_parent("compute_loss").__name__,
+            is_coarse,
+            is_sharded(self.accelerator),
+        )
+        with undisturbed(self, model):
+            self._divisor = measurement.find_divisor(loader.dataset)
+        self._rows_per_sample = _count_rows(loader.collate_fn([loader.dataset[0]]))
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -108,10 +155,13 @@ class ExactTrainer(Trainer):
         self._placeholder = (
             _Placeholder(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
         )
+        self._train_loader = loader
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Read the micro-batches of a step, as many on every process, and count its n_j, [terms]."""
+        if not self._num_windows:
+            self._measure(self._train_loader)
         batches = list(itertools.islice(epoch_iterator, num_batches))
         counts = [to_counts(self._count(batch)).to(device) for batch in batches or [self._placeholder]]
         local_counts = sum(counts) if batches else torch.zeros_like(counts[0])
@@ -120,6 +170,17 @@ class ExactTrainer(Trainer):
             batches += [self._placeholder] * (num_batches - len(batches))
         self._num_windows += 1
         return batches, total_counts(self.accelerator, convert_counts(local_counts, self._dtype))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take a micro-batch's gradient as the trainer does, of this class's loss and of no other."""
+        num_losses = self._num_losses
+        loss = super().training_step(*args, **kwargs)
+        if self._num_losses != num_losses + 1:
+            raise UsageError(
+                f"training_step of {self._find_parent('training_step').__name__} asked compute_loss "
+                f"{self._num_losses - num_losses} times for a micro-batch, must be once: its gradient is not that of one loss"
+            )
+        return loss
 
     def evaluation_loop(
         self,
@@ -131,6 +192,14 @@ class ExactTrainer(Trainer):
     ) -> Any:
         """Evaluate as Trainer does, whose loss is a mean of the batches' means; here it is the mean over all targets."""
         prepared.check(self.accelerator, dataloader)
+        self._measure(dataloader)
+        num_together = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+        if self.accelerator.num_processes > 1 and self._rows_per_sample != 1 and len(dataloader.dataset) % num_together:
+            raise UsageError(
+                f"the evaluation has {len(dataloader.dataset)} samples, each of {self._rows_per_sample} rows, and accelerate "
+                f"repeats some to fill {num_together}, which cannot be taken out: evaluate a multiple of {num_together}, or on "
+                "one process"
+            )
         self._evaluated = None
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         name = f"{metric_key_prefix}_loss"
@@ -148,16 +217,12 @@ class ExactTrainer(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         """Compute a micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
-        outputs: list = []
-        hook = model.register_forward_hook(lambda _, __, output: outputs.append(output)) if return_outputs else None
-        try:
-            sums, counts = check_contract(self._loss(model, inputs))
-        finally:
-            if hook is not None:
-                hook.remove()
+        self._num_losses += 1
+        sums, counts, outputs = self._compute_sums(model, inputs, return_outputs)
         counts, scale = counts.view(-1).to(sums.device), 1
         if model.training and num_items_in_batch is not None:
             if self._num_windows == 1:
+                _refuse_batch_norm(model)
                 self._check_sums(sums, counts, num_items_in_batch)
             counts, scale = num_items_in_batch, self.accelerator.num_processes
         elif not model.training:
@@ -165,15 +230,33 @@ class ExactTrainer(Trainer):
         sums = sums.view(-1) * 0 if isinstance(inputs, _Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
         loss = weighted_loss(sums, counts, weights) * scale
-        return (loss, outputs[-1]) if return_outputs else loss
+        return (loss, outputs) if return_outputs else loss
+
+    def _compute_sums(
+        self, model: nn.Module, batch: Any, wants_outputs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Compute the sums and counts of a batch, and what the model returned, where it is wanted."""
+        if self._measures:
+            counts = self._count_by_divisor(batch)
+            asked = self._ask_own_loss(model, batch, return_outputs=wants_outputs)
+            loss, output = asked if wants_outputs else (asked, None)
+            return loss * counts.to(loss.device), counts, output
+        outputs: list = []
+        hook = model.register_forward_hook(lambda _, __, output: outputs.append(output)) if wants_outputs else None
+        try:
+            sums, counts = check_contract(self._loss(model, batch))
+        finally:
+            if hook is not None:
+                hook.remove()
+        return sums, counts, outputs[-1] if outputs else None
 
     @torch.no_grad()
     def _note_evaluation(self, model: nn.Module, batch: Any, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add up the sums and the counts of an evaluation, without the samples that accelerate repeats at its end."""
         state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
+        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
             # Of the last batch of all processes only the first `remainder` samples are new
-            size = find_batch_size(batch)
+            size = _count_rows(batch)
             num_samples = min(size, max(0, state.remainder - self.accelerator.process_index * size))
             if num_samples < size or is_sharded(self.accelerator):
                 part = {name: _take_rows(name, value, size, max(1, num_samples)) for name, value in batch.items()}
@@ -199,8 +282,53 @@ class ExactTrainer(Trainer):
         if self._weights is not None and len(self._weights) != len(total):
             raise UsageError(f"loss_weights are {len(self._weights)}, but loss has {len(total)} term(s): one for each")
         divisors = [list(pair) for pair in zip(counts.tolist(), total.tolist(), strict=True)]
-        if mean := find_mean(sums, divisors):
+        if not self._measures and (mean := find_mean(sums, divisors)):
             raise UsageError(f"loss returned a mean ({mean}), must return {SUM}, and the number of targets")
+
+
+class ExactTrainer(ExactStep, Trainer):
+    __doc__ = (ExactStep.__doc__ or "").replace("What `exact` adds to a trainer: the", "A `Trainer` with the", 1)
+
+
+@functools.cache
+def exact(trainer: type[Trainer]) -> type[ExactStep]:
+    """Make a trainer exact: `Trainer = exact(SFTTrainer)` is a subclass with the exact step, and nothing else changed.
+
+    Args:
+        trainer: transformers' `Trainer`, `Seq2SeqTrainer`, one of TRL's or your own that takes gradients of `compute_loss` on
+            a dataset.
+
+    Returns:
+        a subclass of it and of `ExactStep`, which says what its constructor takes besides; `ExactTrainer` for `Trainer`.
+
+    Raises:
+        UsageError: no class of trainers, or one that draws or makes the samples of a step itself, as GRPO's does.
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise UsageError(f"trainer is {trainer!r}, must be a class that inherits from transformers.Trainer")
+    if issubclass(trainer, ExactStep):
+        return trainer
+    if trainer is Trainer:
+        return ExactTrainer
+    if own := [name for name in OWN if getattr(trainer, name, None) is not getattr(Trainer, name, None)]:
+        raise UsageError(
+            f"{trainer.__name__} has its own {', '.join(own)}: it makes or draws the samples of a step itself, so that they "
+            "depend on how it is cut, and no loss can mend that"
+        )
+    return type(
+        f"Exact{trainer.__name__}", (ExactStep, trainer), {"__module__": __name__, "__doc__": ExactStep.__doc__}
+    )
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """Refuse modules that normalise by the samples of a micro-batch, which no loss can mend. Frozen ones are left alone."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
+    if names:
+        raise UsageError(
+            f"{names[0]} and {len(names) - 1} more of the model's modules normalise by the samples of a micro-batch: no cut "
+            "gives another one's step: take GroupNorm, or keep them in eval()"
+        )
 
 
 class _EvenShard(BatchSamplerShard):
@@ -220,6 +348,34 @@ def _make_even(loader: Any) -> None:
         shard.even_batches, shard.__class__ = False, _EvenShard
 
 
+@contextlib.contextmanager
+def _uneven_gathers(accelerator: Accelerator) -> Iterator[None]:
+    """Let processes gather different numbers of rows, as trainers do for their log: the last micro-batches differ in size."""
+    if accelerator.num_processes == 1:
+        yield
+        return
+    gather = accelerator.gather
+
+    def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+            return gather(tensor)
+        sizes = gather(torch.tensor([len(tensor)], device=accelerator.device)).tolist()
+        rows = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        rows[: len(tensor)] = tensor
+        parts = gather(rows).split(max(sizes)) if max(sizes) else [rows] * len(sizes)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    accelerator.gather = gather_rows
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+def _count_rows(batch: Mapping[str, Any]) -> int:
+    return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim)
+
+
 def _take_rows(name: str, value: Any, size: int, num_rows: int) -> Any:
     """Take the first rows of what a batch has for each of its `size` samples."""
     if not isinstance(value, torch.Tensor) or not value.ndim or (len(value) == 1 and size > 1):
@@ -234,98 +390,3 @@ def _take_rows(name: str, value: Any, size: int, num_rows: int) -> Any:
 
 class _Placeholder(dict):
     """A batch that counts nothing, for a process that has none left; Trainer keeps its type."""
-
-
-class HeadLoss:
-    """Computes summed losses of common heads from their logits.
-
-    Args:
-        model: not wrapped.
-        label_smoothing: see `cross_entropy_sum`.
-
-    Raises:
-        UsageError: a head that is not one of these.
-    """
-
-    def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.config, self.label_smoothing, self.is_compared = model.config, label_smoothing, False
-        parameters = inspect.signature(model.forward).parameters
-        self.pair_label = next((label for label in PAIR_LOGITS if label in parameters and "labels" in parameters), None)
-        self.name, function = type(model).__name__, LOSS_MAPPING.get(getattr(model, "loss_type", None))
-        names = {parent.__name__ for parent in type(model).__mro__}
-        self.is_seq2seq = bool(getattr(self.config, "is_encoder_decoder", False))
-        is_causal = function is ForCausalLMLoss or bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-        is_masked = function is ForMaskedLMLoss or bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
-        is_token = function is LOSS_MAPPING["ForTokenClassification"]
-        self.is_classifier = function is LOSS_MAPPING["ForSequenceClassification"]
-        self.is_shifted = is_causal and not is_masked and not self.is_seq2seq
-        if not (self.pair_label or is_causal or is_masked or is_token or self.is_classifier):
-            raise UsageError(f"the loss of {self.name} is not one that ExactTrainer knows: {REMEDY}")
-
-    def targets(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Count the targets of a batch, int64 [terms]."""
-        labels = self._labels(batch)
-        if self.is_classifier and labels.is_floating_point():
-            return torch.tensor([labels.numel()])
-        counts = [(labels != IGNORED).sum()]
-        if self.pair_label:
-            counts.append((batch[self.pair_label] != IGNORED).sum())
-        return torch.stack(counts)
-
-    def __call__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the sums [terms] and the numbers of targets [terms] of a batch."""
-        compares = model.training and not self.is_compared and not self.label_smoothing
-        omitted_names = set() if compares or self.is_seq2seq else {"labels", self.pair_label}
-        outputs = model(**{name: value for name, value in batch.items() if name not in omitted_names})
-        logits = outputs["prediction_logits"] if self.pair_label else outputs["logits"]
-        sums = [self._sum(logits, self._labels(batch))]
-        if self.pair_label:
-            pair = outputs[PAIR_LOGITS[self.pair_label]]
-            sums.append(self._cross_entropy(pair, batch[self.pair_label]))
-        sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
-        if outputs.get("aux_loss") is not None and getattr(
-            self.config.get_text_config(), "router_aux_loss_coef", False
-        ):
-            raise UsageError(
-                f"the loss of {self.name} has a term that balances experts, computed from the tokens of a micro-batch "
-                "(output_router_logits): set config.output_router_logits = False"
-            )
-        if compares:
-            self._compare((sums / nonzero(counts)).sum(), outputs.get("loss"), logits.dtype)
-        return sums, counts
-
-    def _labels(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the labels, one for each prediction; -100 where nothing is predicted."""
-        if "labels" not in batch or (self.pair_label and self.pair_label not in batch):
-            names = ["labels", self.pair_label] if self.pair_label else ["labels"]
-            raise UsageError(f"batch has {', '.join(batch)}, must have {' and '.join(names)}: {REMEDY}")
-        if not self.is_shifted:
-            return batch["labels"]
-        return (
-            batch["shift_labels"] if "shift_labels" in batch else F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORED)
-        )
-
-    def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits.flatten(0, -2), labels.flatten().to(logits.device), self.label_smoothing)
-
-    def _sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if not self.is_classifier or not labels.is_floating_point():
-            return self._cross_entropy(logits, labels)
-        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        labels = labels.to(wide)
-        if self.config.num_labels == 1 or self.config.problem_type == "regression":
-            return F.mse_loss(wide.reshape(labels.shape), labels, reduction="sum")
-        return F.binary_cross_entropy_with_logits(wide, labels, reduction="sum")
-
-    def _compare(self, loss: torch.Tensor, model_loss: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """Check in the first forward that this is all of the model's own loss, which may have terms to balance experts."""
-        self.is_compared = True
-        if model_loss is None:
-            return
-        model_value, value = model_loss.mean().item(), loss.item()
-        if abs(value - model_value) > TOLERANCES.get(dtype, 5e-2) * max(abs(model_value), 1e-3):
-            raise UsageError(
-                f"the loss of {self.name} on the first micro-batch is {model_value:.6g} by the model, {value:.6g} by its "
-                f"logits and labels: it has other terms; {REMEDY}"
-            )

@@ -1,0 +1,310 @@
+"""Finds by measurement what a trainer's own loss divides by, so that no copy of the loss is needed.
+
+A loss that is a mean over d things (rows, labels, masked tokens, pairs) makes the whole of its parts,
+
+    l(a + b) d(a + b) = l(a) d(a) + l(b) d(b),        and so does its gradient,
+
+for one d only, if the parts are uneven. The loss of a whole step is  sum_q l_q d_q / D,  D the sum over the step. A loss that
+compares the samples of a batch, or has terms with several d, fits none.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.errors import UsageError
+from samestep.step.losses import IGNORED
+
+Batch = Mapping[str, Any]
+Ask = Callable[[Batch], torch.Tensor]
+NUM_SCANNED = 128
+"""Samples of which numbers are compared, to find some that tell divisors apart."""
+NUM_ASKED = 3
+"""Samples that the loss is asked about, together and in two parts: as few as memory surely has room for."""
+MAX_WATCHED = 2**20
+"""Numbers of the gradient that are compared, of the smallest parameters; at least one parameter."""
+TOLERANCE = 2e-5
+"""Relative error of a fit that is rounding in float32, in which parts of a loss are computed also where weights are wider."""
+COARSE = 3e-2
+"""The same in 16 bits, where the next divisor must also err three times as much."""
+ONE = "1"
+
+
+def count_things(batch: Batch) -> dict[str, int]:
+    """Count what a mean could be over, by name: rows, labels, masked positions; and what a sum is over, `ONE`."""
+    counts = {ONE: 1}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            continue
+        counts[f"rows of {name}"] = len(value)
+        if value.is_floating_point() or value.is_complex():
+            continue
+        shifted = value[..., 1:] if value.ndim > 1 else value
+        if "label" in name or "target" in name or (value == IGNORED).any():
+            counts[f"{name} but {IGNORED}"] = int((value != IGNORED).sum())
+            counts[f"{name} but {IGNORED}, behind the first of a row"] = int((shifted != IGNORED).sum())
+        elif "mask" in name or value.dtype is torch.bool:
+            counts[f"ones of {name}"] = int(value.sum())
+            counts[f"ones of {name}, behind the first of a row"] = int(shifted.sum())
+        if name == "position_ids":  # of samples that lie end to end
+            counts["beginnings of position_ids"] = int((value == 0).sum())
+            counts[f"{name} without beginnings"] = int((value != 0).sum())
+    return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Divisor:
+    """What a loss is a mean over: names of `count_things` that were proportional wherever the loss was asked.
+
+    Raises UsageError in `count` where a batch has other proportions, as then it is unknown which one counts.
+    """
+
+    name: str
+    equals: Mapping[str, float]
+    owner: str
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count a batch, int64 [1]."""
+        counts = count_things(batch)
+        for name, ratio in self.equals.items():
+            if abs(counts.get(name, 0) - ratio * counts[self.name]) > 1e-6 * max(1, counts.get(name, 0)):
+                raise UsageError(
+                    f"the loss of {self.owner} is a mean over {self.name} or over {name}: the first {NUM_SCANNED} samples do "
+                    "not tell which, and a batch now has others: put such a sample first, or give loss= and targets="
+                )
+        return torch.tensor([counts[self.name]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a loss answered about some samples: itself, a part of its gradient, and what it could be a mean over."""
+
+    values: tuple[torch.Tensor, ...]
+    counts: Mapping[str, int]
+
+
+class Measurement:
+    """Asks a loss about some samples of a dataset, together and apart.
+
+    Args:
+        ask: batch -> loss, scalar.
+        collate: samples -> batch.
+        model: its parameters are watched, unless `is_sharded`.
+        owner: name of the trainer, for messages.
+        is_coarse: whether it computes in 16 bits.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        collate: Callable[[Sequence[Any]], Batch],
+        model: nn.Module,
+        owner: str,
+        is_coarse: bool = False,
+        is_sharded: bool = False,
+    ):
+        self.ask, self.collate, self.owner = ask, collate, owner
+        self.watched = [] if is_sharded else _choose_small(model)
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+        rounded = is_coarse or bool(dtypes & {torch.float16, torch.bfloat16})
+        self.tolerance = COARSE if rounded else TOLERANCE
+
+    def find_divisor(self, dataset: Any) -> Divisor:
+        """Find what the loss is a mean over. Raises UsageError where it is a mean of nothing that is known."""
+        samples = self._choose(dataset)
+        batches, errors, answers = self._cut(samples), {}, []
+        for direction in (1, -1):  # a term that is clamped at 0, as a divergence is, is not 0 in both
+            with _moved(self.watched, direction):
+                whole = self._answer(batches[0, len(samples)])
+                self._check_repetition(whole, batches[0, len(samples)])
+                for cut in _list_cuts(len(samples)):
+                    parts = [self._answer(batches[place]) for place in cut]
+                    if not all(value.isfinite().all() for part in parts for value in part.values):
+                        continue  # a sample without a target, alone
+                    for name in set.intersection(*(set(answer.counts) for answer in [whole, *parts])):
+                        errors[name] = max(errors.get(name, 0.0), _misfit(name, whole, parts))
+                    answers += [whole, *parts]
+        return self._decide(errors, answers)
+
+    def _check_repetition(self, answer: Answer, batch: Batch) -> None:
+        if (error := _distance(answer.values, self._answer(batch).values)) > self.tolerance:
+            raise UsageError(
+                f"the loss of {self.owner} draws at random, also in evaluation: asked twice about the same samples it differs "
+                f"by {error:.1e}: give loss= and targets="
+            )
+
+    def _decide(self, errors: Mapping[str, float], answers: Sequence[Answer]) -> Divisor:
+        if not errors:
+            raise UsageError(
+                f"the loss of {self.owner}, or its gradient, is not finite on single samples of the first {NUM_SCANNED}: it "
+                "compares the samples of a batch, or labels miss: give loss= and targets="
+            )
+        best = min(errors, key=lambda name: (errors[name], _rank(name)))
+        ratios = {name: _find_ratio(name, best, answers) for name in errors}
+        others = [error for name, error in errors.items() if ratios[name] is None]
+        if errors[best] > self.tolerance or (self.tolerance == COARSE and min(others, default=1.0) < 3 * errors[best]):
+            raise UsageError(
+                f"the loss of {self.owner} is not that of its samples: of {NUM_ASKED} samples it is no mean of those of 2 and "
+                f"of 1, whatever they are weighed by (nearest: {best}, {errors[best]:.1e} off). It compares the samples of a "
+                "batch, depends on their padding, or has terms with several numbers of targets: give loss= and targets="
+            )
+        same = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+        name = min(same, key=_rank)
+        return Divisor(name, {other: ratio / same[name] for other, ratio in same.items() if other != name}, self.owner)
+
+    def _choose(self, dataset: Any) -> list[Any]:
+        """Choose a few short samples whose numbers are in several proportions."""
+        scanned = [dataset[number] for number in range(min(len(dataset), NUM_SCANNED))]
+        if len(scanned) < NUM_ASKED:
+            raise UsageError(
+                f"the dataset has {len(scanned)} samples, must have {NUM_ASKED} to find what the loss of {self.owner} divides "
+                "by"
+            )
+        counts = [count_things(self.collate([sample])) for sample in scanned]
+        columns = sorted(set.intersection(*map(set, counts)))
+        rows = [[row[name] for name in columns] for row in counts]
+        full = sorted(
+            (number for number, row in enumerate(rows) if all(row)), key=lambda number: (sum(rows[number]), number)
+        )
+        empty = [number for number, row in enumerate(rows) if not all(row)][:1]
+        if len(full) + len(empty) < NUM_ASKED:
+            full, empty = sorted(range(len(rows)), key=lambda number: -min(rows[number])), []
+        chosen, short = full[:1], full[: max(NUM_ASKED, len(full) // 2)] + empty
+        while len(chosen) < NUM_ASKED:  # each next one tells most columns apart that are still proportional
+            chosen.append(
+                max(
+                    (number for number in short if number not in chosen),
+                    key=lambda number: (
+                        _count_classes([rows[place] for place in [*chosen, number]]),
+                        -sum(rows[number]),
+                    ),
+                )
+            )
+        return [
+            scanned[number] for number in sorted(chosen, key=lambda number: number not in empty)
+        ]  # not alone at the end
+
+    def _cut(self, samples: Sequence[Any]) -> dict[tuple[int, int], Batch]:
+        """Make a batch of each run of samples: collated alone, or rows of the whole where collating draws at random."""
+        places = {(0, len(samples)), *(place for parts in _list_cuts(len(samples)) for place in parts)}
+        whole = self.collate(list(samples))
+        if _is_equal(whole, self.collate(list(samples))):
+            return {(first, last): self.collate(list(samples[first:last])) for first, last in places}
+        if any(isinstance(value, torch.Tensor) and len(value) != len(samples) for value in whole.values()):
+            raise UsageError(
+                f"the data collator of {self.owner} draws at random, and has no row for each sample: what its loss divides by "
+                "cannot be measured: give loss= and targets="
+            )
+        return {(first, last): {name: value[first:last] for name, value in whole.items()} for first, last in places}
+
+    def _answer(self, batch: Batch) -> Answer:
+        counts = count_things(batch)
+        with torch.set_grad_enabled(bool(self.watched)):
+            loss = self.ask(batch)
+            gradients = torch.autograd.grad(loss, self.watched, allow_unused=True) if self.watched else ()
+        vector = [gradient.detach().flatten().double() for gradient in gradients if gradient is not None]
+        values = [loss.detach().double().view(-1), *([torch.cat(vector)] if vector else [])]
+        return Answer(tuple(value.cpu() for value in values), counts)
+
+
+def _choose_small(model: nn.Module) -> list[nn.Parameter]:
+    """Choose the smallest parameters that are trained, up to `MAX_WATCHED` numbers."""
+    trained = sorted((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
+    sizes = itertools.accumulate(parameter.numel() for parameter in trained)
+    return [
+        parameter
+        for place, (parameter, size) in enumerate(zip(trained, sizes, strict=True))
+        if not place or size <= MAX_WATCHED
+    ]
+
+
+@contextlib.contextmanager
+def _moved(parameters: Sequence[nn.Parameter], direction: int) -> Iterator[None]:
+    """Move parameters for a while: terms that compare samples may be 0 where a model is its own reference, as at the start."""
+    kept, generator = [parameter.detach().clone() for parameter in parameters], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter)
+            parameter.add_(direction * noise * (0.3 * parameter.float().square().mean().sqrt() + 0.02).to(parameter))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
+
+
+def _list_cuts(size: int) -> list[list[tuple[int, int]]]:
+    return [[(0, place), (place, size)] for place in range(1, size)]
+
+
+def _count_classes(rows: Sequence[Sequence[int]]) -> int:
+    """Count columns that are not proportional to each other."""
+    return len({tuple(round(x / max(column[0], 1), 9) for x in column) for column in zip(*rows, strict=True)})
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """Order names that count the same: what is more specific is what a loss means."""
+    kinds = ("labels but", "ones of", "but", "position_ids", "rows")
+    return next((place for place, kind in enumerate(kinds) if kind in name), len(kinds)), name
+
+
+def _find_ratio(name: str, other: str, answers: Sequence[Answer]) -> float | None:
+    """Find name / other where it is the same in all answers."""
+    pairs = [(answer.counts[name], answer.counts[other]) for answer in answers]
+    first, base = pairs[0]
+    is_same = all(count * base == first * divisor for count, divisor in pairs)
+    return first / base if is_same and first and base else None
+
+
+def _misfit(name: str, whole: Answer, parts: Sequence[Answer]) -> float:
+    """Compute |l(a + b) d(a + b) - l(a) d(a) - l(b) d(b)| / |l(a + b) d(a + b)|, the largest of the loss and its gradient."""
+    counts = [part.counts[name] for part in parts]
+    if not whole.counts[name] or not all(counts):
+        return float("inf")
+    values = zip(*(part.values for part in parts), strict=True)
+    sums = [sum(x * n for x, n in zip(value, counts, strict=True)) for value in values]
+    return _distance([value * whole.counts[name] for value in whole.values], sums)
+
+
+def _distance(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return max((a - b).norm().item() / max(a.norm().item(), 1e-30) for a, b in zip(values, others, strict=True))
+
+
+def _is_equal(a: Batch, b: Batch) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else True for name in a
+    )
+
+
+@contextlib.contextmanager
+def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Ask a trainer's loss without noise, and leave nothing of it behind: mode, generators, what it notes for its log."""
+    noted = copy.deepcopy(_find_notes(trainer))
+    was_training = model.training
+    devices = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), _without_reductions(model):
+            model.eval()
+            yield
+    finally:
+        model.train(was_training)
+        for name in _find_notes(trainer).keys() - noted.keys():
+            delattr(trainer, name)
+        vars(trainer).update(noted)
+
+
+def _find_notes(trainer: Any) -> dict[str, Any]:
+    """Find the attributes in which a trainer notes numbers for its log: its own, by convention."""
+    kinds = dict | list | int | float
+    return {name: value for name, value in vars(trainer).items() if name.startswith("_") and isinstance(value, kinds)}
+
+
+def _without_reductions(model: nn.Module) -> contextlib.AbstractContextManager:
+    return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext()

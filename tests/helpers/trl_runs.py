@@ -1,0 +1,138 @@
+"""Tiny trainings by TRL's trainers, plain or exact; `main` runs them on the processes that forked.Server starts."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, disable_progress_bars
+from run_own_trainer import Gradients
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from samestep import exact
+
+WORDS = [f"w{number}" for number in range(20)]
+OPTIONS = {
+    "num_train_epochs": 1,
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_model(folder: Path, is_reward: bool = False) -> torch.nn.Module:
+    """Make a model of a folder in float64, from which trainers load their reference."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1)
+    made = LlamaForSequenceClassification if is_reward else LlamaForCausalLM
+    with PartialState(cpu=True).main_process_first():
+        if not folder.exists():
+            made(config).double().save_pretrained(folder)
+    return made.from_pretrained(folder, dtype=torch.float64)
+
+
+def text(number: int, kind: int) -> str:
+    length = 2 + (5 * number + 3 * kind) % 9
+    return " ".join(WORDS[(7 * number + 3 * kind + place * place) % len(WORDS)] for place in range(length))
+
+
+def draw(kind: str, num_samples: int) -> Dataset:
+    """Draw texts, answers, pairs or judged answers, all of different lengths."""
+    rows: Mapping[str, Any] = {
+        "texts": lambda n: {"text": text(n, 0)},
+        "answers": lambda n: {"prompt": text(n, 0) + " ", "completion": text(n, 1)},
+        "pairs": lambda n: {"prompt": text(n, 0) + " ", "chosen": text(n, 1), "rejected": text(n, 2)},
+        "judged": lambda n: {"prompt": text(n, 0) + " ", "completion": text(n, 1), "label": n % 3 > 0},
+    }
+    return Dataset.from_list([rows[kind](number) for number in range(num_samples)])
+
+
+def make_cases() -> dict[str, tuple[type, type, str, dict]]:
+    """Name -> trainer, its arguments' class, kind of data, more arguments."""
+    import trl
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    sft, dpo = (trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)
+    kto, cpo = (trl.KTOTrainer, trl.KTOConfig), (CPOTrainer, CPOConfig)
+    return {
+        "sft": (*sft, "answers", {}),
+        "sft of texts": (*sft, "texts", {}),
+        "sft without padding": (*sft, "texts", {"padding_free": True, "max_length": None}),
+        "sft packed": (*sft, "texts", {"packing": True, "max_length": 16}),
+        "dft": (*sft, "answers", {"loss_type": "dft"}),
+        "dpo": (*dpo, "pairs", {}),
+        "ipo": (*dpo, "pairs", {"loss_type": "ipo"}),
+        "reward": (trl.RewardTrainer, trl.RewardConfig, "pairs", {}),
+        "apo": (*kto, "judged", {"loss_type": "apo_zero_unpaired"}),
+        "simpo": (*cpo, "pairs", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        "kto": (*kto, "judged", {}),
+        "cpo": (*cpo, "pairs", {}),
+        "orpo": (ORPOTrainer, ORPOConfig, "pairs", {}),
+        "dpo and sft": (*dpo, "pairs", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}),
+        "aot": (*dpo, "pairs", {"loss_type": "aot"}),
+    }
+
+
+REFUSED = ("kto", "cpo", "orpo", "dpo and sft", "aot")
+"""Cases whose loss compares the samples of a batch, or has terms with several numbers of targets."""
+
+
+def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True, num_samples: int = 11, **more: Any):
+    """Make a trainer that keeps its gradients: trainer.gradients.all."""
+    trainer_class, config_class, kind, options = make_cases()[name]
+    options = OPTIONS | options | more
+    given = {key: options.pop(key) for key in ("peft_config",) if key in options}
+    arguments = config_class(
+        output_dir=str(folder / "run"), per_device_train_batch_size=b, gradient_accumulation_steps=k, **options
+    )
+    data, gradients = draw(kind, num_samples), Gradients()
+    trainer = (exact(trainer_class) if is_exact else trainer_class)(
+        model=make_model(folder / "model", name == "reward"),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=make_tokenizer(),
+        callbacks=[gradients],
+        **given,
+    )
+    trainer.gradients = gradients
+    return trainer
+
+
+ON_PROCESSES = ("sft", "dpo", "reward")
+
+
+def main(folder: str) -> None:
+    disable_progress_bars()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    results = {}
+    for name in ON_PROCESSES:
+        for num_samples in (7, 9):  # of 3 processes one has no sample in the last step, or all have
+            trainer = make_trainer(
+                name, Path(folder) / f"{name}-{num_samples}", 2, 6 // (2 * size), num_samples=num_samples
+            )
+            trainer.train()
+            results[f"{name} {num_samples}"] = torch.stack(trainer.gradients.all)
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    os._exit(0)

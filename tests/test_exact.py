@@ -1,0 +1,364 @@
+"""`exact(TrainerClass)`: what its own loss divides by is measured, and every cut takes the step of one large batch."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from cases import keep
+from common import fresh_accelerator
+from run_own_trainer import Gradients, bert, make_arguments
+from torch import nn
+from transformers import Trainer
+
+from samestep import ExactTrainer, exact
+from samestep.errors import UsageError
+from samestep.training import measured_loss
+from samestep.training.measured_loss import count_things
+
+trl_runs = pytest.importorskip("trl_runs", reason="needs trl")
+CASES = trl_runs.make_cases()
+EXACT = [name for name in CASES if name not in trl_runs.REFUSED]
+
+
+@pytest.fixture(autouse=True)
+def other_accelerators(monkeypatch):
+    monkeypatch.setenv("CI", "1")  # trl tells nobody
+    yield
+    fresh_accelerator()
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train one epoch by a trainer of TRL: train(case, b, k) -> trainer."""
+
+    def run(name: str, b: int, k: int, *, resume: bool = False, **more):
+        fresh_accelerator()
+        trainer = trl_runs.make_trainer(name, tmp_path, b, k, **more)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+def check(ours, true, bound: float = 2e-6) -> None:
+    for step, (gradient, other) in enumerate(zip(ours.gradients.all, true.gradients.all, strict=True)):
+        assert torch.dist(gradient, other) <= bound * other.norm(), step
+    losses = [[line["loss"] for line in trainer.state.log_history if "loss" in line] for trainer in (ours, true)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", keep(EXACT, ["sft", "sft of texts", "sft without padding", "dpo", "reward", "apo"]))
+def test_every_cut_is_the_step_of_one_large_batch(train, name):
+    """Of the trainer itself, in one micro-batch: steps of 4 samples, the last one of 3."""
+    whole = train(name, 4, 1, is_exact=False)
+    for b, k in ((2, 2), (1, 4)) if CASES[name][2] != "judged" else ((2, 2),):  # KTO's trainer wants two samples
+        check(train(name, b, k), whole)
+    assert torch.equal(torch.cat(train(name, 4, 1).gradients.all), torch.cat(whole.gradients.all)), (
+        "nothing is left behind"
+    )
+
+
+def test_the_plain_trainer_fails_the_same_check(train):
+    """Its last step, of 3 samples in micro-batches of 2 and 1, is a mean of means."""
+    with pytest.raises(AssertionError):
+        check(train("dpo", 2, 2, is_exact=False), train("dpo", 4, 1, is_exact=False))
+
+
+@pytest.mark.parametrize("name", keep(trl_runs.REFUSED, ["kto", "dpo and sft", "aot"]))
+def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(train, name):
+    """KTO's mean divergence and sorted differences are of a batch; the others' terms count pairs and tokens."""
+    with pytest.raises(UsageError) as caught:
+        train(name, 2, 2)
+    assert f"the loss of {CASES[name][0].__name__} is not that of its samples" in str(caught.value)
+
+
+def test_adapters_and_resumed_runs(train):
+    """Adapters begin as nothing, so that the model is its own reference; two steps in one cut, two in another."""
+    from peft import LoraConfig
+
+    more = {"peft_config": LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"]), "num_samples": 15}
+    whole = train("dpo", 4, 1, is_exact=False, **copy.deepcopy(more))
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    train("dpo", 2, 2, **copy.deepcopy(more), **saved, max_steps=2)
+    resumed = train("dpo", 1, 4, resume=True, **copy.deepcopy(more), **saved)
+    for gradient, other in zip(resumed.gradients.all, whole.gradients.all[2:], strict=True):
+        assert torch.dist(gradient, other) <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path, name):
+    losses = []
+    for size in (1, 3, 11):
+        fresh_accelerator()
+        losses.append(
+            trl_runs.make_trainer(name, tmp_path, 2, 2, per_device_eval_batch_size=size).evaluate()["eval_loss"]
+        )
+    assert losses == pytest.approx([losses[0]] * 3, rel=2e-6)
+
+
+@pytest.mark.distributed
+def test_processes_take_the_same_steps(run_processes):
+    """Steps of 6 samples, the last one of 1 or 3: on 3 processes of which two have none, or all."""
+    (alone,) = run_processes("trl_runs", 1)
+    for process in run_processes("trl_runs", 3):
+        for name, gradients in alone.items():
+            assert torch.dist(process[name], gradients) <= 2e-6 * gradients.norm(), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainers and heads of transformers
+
+
+class Questions(torch.utils.data.Dataset):
+    """Places in texts of different lengths."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, number):
+        ids = torch.arange(2, 6 + number % 4)
+        ids = nn.functional.pad(ids, (0, 12 - len(ids)))
+        places = {"start_positions": torch.tensor(number % 3), "end_positions": torch.tensor(1 + number % 3)}
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), **places}
+
+
+class Choices(Questions):
+    """Two texts, of which one is right."""
+
+    def __getitem__(self, number):
+        sample = super().__getitem__(number)
+        pair = {name: torch.stack([sample[name], sample[name].flip(0)]) for name in ("input_ids", "attention_mask")}
+        return pair | {"labels": torch.tensor(number % 2)}
+
+
+class TwiceTheLoss(Trainer):
+    """A trainer with a loss of its own, which notes what it does."""
+
+    _noted: tuple = ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        self._noted = [*self._noted, len(labels)]
+        loss = 2 * nn.functional.cross_entropy(logits, labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+HEADS = {
+    "questions": (Trainer, lambda: bert("BertForQuestionAnswering", num_labels=2), Questions()),
+    "choices": (transformers.Seq2SeqTrainer, lambda: bert("BertForMultipleChoice"), Choices()),
+    "own loss": (TwiceTheLoss, lambda: bert("BertForMultipleChoice"), Choices()),
+}
+
+
+def train_head(folder, made, build, data, b: int, k: int):
+    fresh_accelerator()
+    torch.manual_seed(0)
+    gradients = Gradients()
+    arguments = make_arguments(folder, per_device_train_batch_size=b, gradient_accumulation_steps=k)
+    if issubclass(made, transformers.Seq2SeqTrainer):
+        fields = {field.name for field in dataclasses.fields(arguments) if field.init}
+        given = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
+        arguments = transformers.Seq2SeqTrainingArguments(**given)
+    trainer = made(build().double(), arguments, train_dataset=data, callbacks=[gradients])
+    trainer.gradients = gradients
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_and_losses_that_nobody_told_it_of(tmp_path, name):
+    made, build, data = HEADS[name]
+    whole = train_head(tmp_path, made, build, data, 4, 1)
+    ours = train_head(tmp_path, exact(made), build, data, 2, 2)
+    check(ours, whole)
+    with pytest.raises(AssertionError):
+        check(train_head(tmp_path, made, build, data, 2, 2), whole)
+    if made is TwiceTheLoss:
+        assert ours._noted == [2, 2, 2, 2, 2, 1], "what it notes while it is measured is forgotten"
+
+
+def test_one_class_for_each_trainer():
+    assert exact(Trainer) is ExactTrainer is exact(ExactTrainer)
+    assert exact(TwiceTheLoss) is exact(TwiceTheLoss)
+    assert exact(TwiceTheLoss).__name__ == "ExactTwiceTheLoss"
+    assert issubclass(exact(TwiceTheLoss), TwiceTheLoss)
+
+
+def test_what_cannot_be_made_exact():
+    import trl
+
+    for other in (nn.Linear, "Trainer"):
+        with pytest.raises(UsageError, match=r"must be a class that inherits from transformers\.Trainer"):
+            exact(other)
+    with pytest.raises(UsageError, match="GRPOTrainer has its own _prepare_inputs, get_train_dataloader"):
+        exact(trl.GRPOTrainer)
+
+
+def test_what_is_refused_in_the_first_step(tmp_path):
+    class OtherStep(TwiceTheLoss):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = TwiceTheLoss.compute_loss(self, model, self._prepare_inputs(inputs))
+            loss.backward()
+            return loss.detach()
+
+    class Contrast(TwiceTheLoss):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            return nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+    class Noise(TwiceTheLoss):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * torch.rand(())
+
+    def normalised():
+        model = bert("BertForMultipleChoice")
+        model.classifier = nn.Sequential(nn.BatchNorm1d(16), model.classifier)
+        return model
+
+    build = HEADS["choices"][1]
+    for made, model, message in (
+        (OtherStep, build, "training_step of OtherStep asked compute_loss 0 times"),
+        (Contrast, build, "the loss of Contrast is not that of its samples"),
+        (Noise, build, "the loss of Noise draws at random"),
+        (TwiceTheLoss, normalised, "classifier.0 and 0 more of the model's modules normalise by the samples"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            train_head(tmp_path, exact(made), model, Choices(), 2, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The measurement
+
+
+def test_things_that_are_counted():
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    batch = {
+        "labels": labels,
+        "attention_mask": (labels != -100).long(),
+        "pixels": torch.ones(2, 3),
+        "names": ["a", "b"],
+    }
+    batch["position_ids"] = torch.tensor([[0, 1, 0, 1, 2]])
+    assert count_things(batch) == {
+        "1": 1,
+        "rows of labels": 2,
+        "labels but -100": 3,
+        "labels but -100, behind the first of a row": 1,
+        "rows of attention_mask": 2,
+        "ones of attention_mask": 3,
+        "ones of attention_mask, behind the first of a row": 1,
+        "rows of pixels": 2,
+        "rows of position_ids": 1,
+        "beginnings of position_ids": 2,
+        "position_ids without beginnings": 3,
+    }
+
+
+class Bias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
+
+    def forward(self, batch):
+        return (batch["x"] @ self.weight).square()
+
+
+def draw_rows(num_samples: int, num_ignored: int = 0):
+    return [
+        {
+            "x": torch.tensor([n + 1.0, n % 3], dtype=torch.float64),
+            "labels": torch.tensor(-100 if n < num_ignored else 1),
+        }
+        for n in range(num_samples)
+    ]
+
+
+def collate_rows(samples):
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def measure(ask, data, collate=collate_rows, model=None):
+    model = model or Bias()
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        return measured_loss.Measurement(lambda batch: ask(model, batch), collate, model, "It").find_divisor(data)
+    finally:
+        assert all(torch.equal(old, new) for old, new in zip(kept, model.parameters(), strict=True))
+
+
+def mean_of_counted(model, batch):
+    rows, counts = model(batch), batch["labels"] != -100
+    return (rows * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        (lambda model, batch: model(batch).sum(), "1"),
+        (lambda model, batch: 3 * model(batch).mean(), "rows of labels"),
+        (mean_of_counted, "labels but -100"),
+    ],
+)
+def test_what_a_loss_divides_by(ask, name):
+    divisor = measure(ask, draw_rows(9, num_ignored=4))
+    assert divisor.name == name
+    assert divisor.count(collate_rows(draw_rows(5, num_ignored=2))).tolist() == [
+        {"1": 1, "rows of labels": 5}.get(name, 3)
+    ]
+
+
+def test_numbers_that_part_later_are_said():
+    """Labels are counted, until one is ignored: then it is not known whether rows were meant."""
+    divisor = measure(lambda model, batch: model(batch).mean(), draw_rows(9))
+    assert divisor.count(collate_rows(draw_rows(4))).tolist() == [4]
+    with pytest.raises(UsageError, match="a mean over labels but -100 or over rows of"):
+        divisor.count(collate_rows(draw_rows(4, num_ignored=1)))
+
+
+def test_a_gradient_that_the_value_does_not_show():
+    """A term that is 0 and compares samples, as x - x.detach() is."""
+
+    def ask(model, batch):
+        rows = model(batch)
+        return (
+            rows.mean()
+            + (rows - rows.detach()).square().mean()
+            + (rows.std(correction=0) - rows.std(correction=0).detach())
+        )
+
+    with pytest.raises(UsageError, match="is not that of its samples"):
+        measure(ask, draw_rows(9))
+
+
+def test_a_divergence_that_is_clamped():
+    """Nothing where the model is its own reference, and on one side of it."""
+    start = Bias().weight.detach().clone()
+
+    def ask(model, batch):
+        divergence = (batch["x"] @ (model.weight - start)).mean().clamp(min=0)
+        return (model(batch) + divergence.detach()).square().mean()
+
+    with pytest.raises(UsageError, match="is not that of its samples"):
+        measure(ask, draw_rows(9))
+
+
+def test_collators_that_draw():
+    """Rows of one batch are asked about; a batch that has no row for each sample is refused."""
+
+    def noisy(samples):
+        return collate_rows(samples) | {"noise": torch.rand(len(samples), dtype=torch.float64)}
+
+    def ask(model, batch):
+        return (model(batch) * batch["noise"]).mean()
+
+    assert measure(ask, draw_rows(9), noisy).name == "labels but -100"
+    with pytest.raises(UsageError, match="the data collator of It draws at random, and has no row"):
+        measure(ask, draw_rows(9), lambda samples: noisy(samples) | {"one": torch.rand(1)})
+
+
+def test_few_samples():
+    with pytest.raises(UsageError, match="the dataset has 2 samples, must have 3"):
+        measure(mean_of_counted, draw_rows(2))
