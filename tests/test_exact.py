@@ -180,6 +180,23 @@ def test_heads_and_losses_that_nobody_told_it_of(tmp_path, name):
         assert ours._noted == [2, 2, 2, 2, 2, 1], "what it notes while it is measured is forgotten"
 
 
+def test_an_evaluation_with_metrics(tmp_path):
+    """Of a measured loss: predictions come with it, and the loss is the mean over all samples."""
+    evaluated = []
+    for size in (2, 11):
+        fresh_accelerator()
+        torch.manual_seed(0)
+        trainer = exact(Trainer)(
+            bert("BertForMultipleChoice").double(),
+            make_arguments(tmp_path, per_device_eval_batch_size=size),
+            eval_dataset=Choices(),
+            compute_metrics=lambda given: {"accuracy": (given.predictions.argmax(1) == given.label_ids).mean()},
+        )
+        evaluated.append(trainer.evaluate())
+    assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-9)
+    assert evaluated[0]["eval_accuracy"] == evaluated[1]["eval_accuracy"]
+
+
 def test_one_class_for_each_trainer():
     assert exact(Trainer) is ExactTrainer is exact(ExactTrainer)
     assert exact(TwiceTheLoss) is exact(TwiceTheLoss)
@@ -284,7 +301,9 @@ def measure(ask, data, collate=collate_rows, model=None):
     model = model or Bias()
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     try:
-        return measured_loss.Measurement(lambda batch: ask(model, batch), collate, model, "It").find_divisor(data)
+        return measured_loss.Measurement(
+            lambda batch: ask(model, batch), collate, "It", watched=measured_loss.choose_small(model)
+        ).find_divisor(data)
     finally:
         assert all(torch.equal(old, new) for old, new in zip(kept, model.parameters(), strict=True))
 
@@ -357,6 +376,21 @@ def test_collators_that_draw():
     assert measure(ask, draw_rows(9), noisy).name == "labels but -100"
     with pytest.raises(UsageError, match="the data collator of It draws at random, and has no row"):
         measure(ask, draw_rows(9), lambda samples: noisy(samples) | {"one": torch.rand(1)})
+
+
+def test_a_loss_of_padded_positions_is_explained():
+    """As a softmax over the places of an answer is."""
+
+    def collate(samples):
+        width = max(len(sample["x"]) for sample in samples)
+        return {"x": torch.stack([nn.functional.pad(sample["x"], (0, width - len(sample["x"]))) for sample in samples])}
+
+    def ask(model, batch):
+        return (batch["x"] * model.weight[0] + model.weight[1]).logsumexp(1).mean()
+
+    data = [{"x": torch.arange(1.0, 2 + number % 4, dtype=torch.float64)} for number in range(9)]
+    with pytest.raises(UsageError, match=r"Padded alike it is: it depends on the padding"):
+        measure(ask, data, collate)
 
 
 def test_few_samples():

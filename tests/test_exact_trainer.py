@@ -148,6 +148,22 @@ def test_a_head_with_another_loss_than_its_kind_is_measured(train):
     assert losses(trainers[0])[0] == pytest.approx(2 * losses(plain)[0], rel=1e-5)
 
 
+def test_a_model_that_sees_padding_is_refused(train):
+    """Unless all samples have one length."""
+
+    def without_mask(samples):
+        batch = collate(samples)
+        del batch["attention_mask"]
+        return batch
+
+    with pytest.raises(
+        UsageError, match="BertForSequenceClassification depends on which samples are in a batch: of 2 together"
+    ):
+        train(bert("BertForSequenceClassification"), "class", 2, 2, data_collator=without_mask)
+    padded = [draw("class", 1)] * 8
+    train(bert("BertForSequenceClassification"), "class", 2, 2, data_collator=without_mask, train_dataset=padded)
+
+
 def drop_pair_label(samples):
     batch = collate(samples)
     del batch["next_sentence_label"]

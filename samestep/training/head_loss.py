@@ -85,6 +85,7 @@ class HeadLoss:
             )
         return sums, counts
 
+    @torch.no_grad()
     def is_all_of(self, ask: Callable[[], torch.Tensor], model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
         """Tell whether these sums are all of a trainer's own loss of a batch, which may have other terms, or another mean."""
         sums, counts = self(model, batch)

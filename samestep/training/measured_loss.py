@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,53 +94,31 @@ class Measurement:
     """Asks a loss about some samples of a dataset, together and apart.
 
     Args:
-        ask: batch -> loss, scalar.
+        ask: batch -> loss, scalar; for `check_sums` sums over targets, [terms].
         collate: samples -> batch.
-        model: its parameters are watched, unless `is_sharded`.
-        owner: name of the trainer, for messages.
+        owner: name of the trainer, or of the head, for messages.
         is_coarse: whether it computes in 16 bits.
+        most_rows: samples of any length for which memory has room; of more only short ones are asked about.
+        watched: parameters whose gradient is compared, too, and which are moved meanwhile; see `choose_small`.
     """
 
     def __init__(
         self,
         ask: Ask,
         collate: Callable[[Sequence[Any]], Batch],
-        model: nn.Module,
         owner: str,
         is_coarse: bool = False,
-        is_sharded: bool = False,
+        most_rows: int = NUM_ASKED,
+        watched: Sequence[nn.Parameter] = (),
     ):
-        self.ask, self.collate, self.owner = ask, collate, owner
-        self.watched = [] if is_sharded else _choose_small(model)
-        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-        rounded = is_coarse or bool(dtypes & {torch.float16, torch.bfloat16})
-        self.tolerance = COARSE if rounded else TOLERANCE
+        self.ask, self.collate, self.owner, self.watched = ask, collate, owner, list(watched)
+        self.most_rows = most_rows
+        self.tolerance = COARSE if is_coarse else TOLERANCE
 
     def find_divisor(self, dataset: Any) -> Divisor:
         """Find what the loss is a mean over. Raises UsageError where it is a mean of nothing that is known."""
-        samples = self._choose(dataset)
-        batches, errors, answers = self._cut(samples), {}, []
-        for direction in (1, -1):  # a term that is clamped at 0, as a divergence is, is not 0 in both
-            with _moved(self.watched, direction):
-                whole = self._answer(batches[0, len(samples)])
-                self._check_repetition(whole, batches[0, len(samples)])
-                for cut in _list_cuts(len(samples)):
-                    parts = [self._answer(batches[place]) for place in cut]
-                    if not all(value.isfinite().all() for part in parts for value in part.values):
-                        continue  # a sample without a target, alone
-                    for name in set.intersection(*(set(answer.counts) for answer in [whole, *parts])):
-                        errors[name] = max(errors.get(name, 0.0), _misfit(name, whole, parts))
-                    answers += [whole, *parts]
-        return self._decide(errors, answers)
-
-    def _check_repetition(self, answer: Answer, batch: Batch) -> None:
-        if (error := _distance(answer.values, self._answer(batch).values)) > self.tolerance:
-            raise UsageError(
-                f"the loss of {self.owner} draws at random, also in evaluation: asked twice about the same samples it differs "
-                f"by {error:.1e}: give loss= and targets="
-            )
-
-    def _decide(self, errors: Mapping[str, float], answers: Sequence[Answer]) -> Divisor:
+        samples = self._choose(dataset, NUM_ASKED)
+        errors, answers = self._ask(self._cut(samples))
         if not errors:
             raise UsageError(
                 f"the loss of {self.owner}, or its gradient, is not finite on single samples of the first {NUM_SCANNED}: it "
@@ -149,21 +128,71 @@ class Measurement:
         ratios = {name: _find_ratio(name, best, answers) for name in errors}
         others = [error for name, error in errors.items() if ratios[name] is None]
         if errors[best] > self.tolerance or (self.tolerance == COARSE and min(others, default=1.0) < 3 * errors[best]):
-            raise UsageError(
-                f"the loss of {self.owner} is not that of its samples: of {NUM_ASKED} samples it is no mean of those of 2 and "
-                f"of 1, whatever they are weighed by (nearest: {best}, {errors[best]:.1e} off). It compares the samples of a "
-                "batch, depends on their padding, or has terms with several numbers of targets: give loss= and targets="
-            )
+            raise UsageError(self._explain_misfit(samples, best, errors[best]))
         same = {name: ratio for name, ratio in ratios.items() if ratio is not None}
         name = min(same, key=_rank)
         return Divisor(name, {other: ratio / same[name] for other, ratio in same.items() if other != name}, self.owner)
 
-    def _choose(self, dataset: Any) -> list[Any]:
-        """Choose a few short samples whose numbers are in several proportions."""
-        scanned = [dataset[number] for number in range(min(len(dataset), NUM_SCANNED))]
-        if len(scanned) < NUM_ASKED:
+    def _ask(self, batches: Mapping[tuple[int, int], Batch]) -> tuple[dict[str, float], list[Answer]]:
+        """Ask about samples together and in two parts: error of the fit of each divisor, and all answers."""
+        size, errors, answers = max(last for _, last in batches), {}, []
+        for direction in (1, -1):  # a term that is clamped at 0, as a divergence is, is not 0 in both
+            with _moved(self.watched, direction):
+                whole = self._answer(batches[0, size])
+                self._check_repetition(whole, batches[0, size])
+                for cut in _list_cuts(size):
+                    parts = [self._answer(batches[place]) for place in cut]
+                    if not all(value.isfinite().all() for part in parts for value in part.values):
+                        continue  # a sample without a target, alone
+                    for name in set.intersection(*(set(answer.counts) for answer in [whole, *parts])):
+                        errors[name] = max(errors.get(name, 0.0), _misfit(name, whole, parts))
+                    answers += [whole, *parts]
+        return errors, answers
+
+    def _explain_misfit(self, samples: Sequence[Any], best: str, error: float) -> str:
+        """Say why no divisor fits: asked about rows of one batch, which are padded alike, one that fits tells of padding."""
+        text = (
+            f"the loss of {self.owner} is not that of its samples: of {len(samples)} samples it is no mean of those of 2 and "
+            f"of 1, whatever they are weighed by (nearest: {best}, {error:.1e} off)"
+        )
+        whole = self.collate(list(samples))
+        if _has_row_for_each(whole, len(samples)):
+            errors, _ = self._ask(_take_parts(whole, len(samples)))
+            if min(errors.values(), default=1.0) <= self.tolerance:
+                return f"{text}. Padded alike it is: it depends on the padding, so pad all samples to one length"
+        return f"{text}. It compares the samples of a batch, or has terms with several counts: give loss= and targets="
+
+    def check_sums(self, dataset: Any) -> None:
+        """Check that sums of samples together are those of samples apart. Raises UsageError: they depend on padding, mostly."""
+        if len(dataset) < 2:
+            return
+        samples = self._choose(dataset, 2)
+        batches = self._cut(samples)
+        with _moved(self.watched, 1):
+            whole = self._answer(batches[0, len(samples)]).values
+            cuts = [[self._answer(batches[place]).values for place in cut] for cut in _list_cuts(len(samples))]
+        for parts in cuts:
+            error = _find_remainder(whole, parts)
+            if error > 5 * self.tolerance:
+                raise UsageError(
+                    f"the loss of {self.owner} depends on which samples are in a batch: of {len(samples)} together it is "
+                    f"{error:.1e} off that of them apart. Mostly the model sees padding: give it an attention mask, or pad all "
+                    "samples to one length"
+                )
+
+    def _check_repetition(self, answer: Answer, batch: Batch) -> None:
+        if (error := _find_remainder(answer.values, [self._answer(batch).values])) > self.tolerance:
             raise UsageError(
-                f"the dataset has {len(scanned)} samples, must have {NUM_ASKED} to find what the loss of {self.owner} divides "
+                f"the loss of {self.owner} draws at random, also in evaluation: asked twice about the same samples it differs "
+                f"by {error:.1e}: give loss= and targets="
+            )
+
+    def _choose(self, dataset: Any, size: int) -> list[Any]:
+        """Choose a few samples whose numbers are in several proportions, one of them long where memory has room."""
+        scanned = [dataset[number] for number in range(min(len(dataset), NUM_SCANNED))]
+        if len(scanned) < size:
+            raise UsageError(
+                f"the dataset has {len(scanned)} samples, must have {size} to find what the loss of {self.owner} divides "
                 "by"
             )
         counts = [count_things(self.collate([sample])) for sample in scanned]
@@ -173,10 +202,12 @@ class Measurement:
             (number for number, row in enumerate(rows) if all(row)), key=lambda number: (sum(rows[number]), number)
         )
         empty = [number for number, row in enumerate(rows) if not all(row)][:1]
-        if len(full) + len(empty) < NUM_ASKED:
+        if len(full) + len(empty) < size:
             full, empty = sorted(range(len(rows)), key=lambda number: -min(rows[number])), []
-        chosen, short = full[:1], full[: max(NUM_ASKED, len(full) // 2)] + empty
-        while len(chosen) < NUM_ASKED:  # each next one tells most columns apart that are still proportional
+        has_room = self.most_rows >= size and (size == 2 or not empty)
+        chosen = [full[0], full[-1]] if has_room and len(full) > 1 else full[:1]
+        short = full[: max(size, len(full) // 2)] + empty
+        while len(chosen) < size:  # each next one tells most columns apart that are still proportional
             chosen.append(
                 max(
                     (number for number in short if number not in chosen),
@@ -196,24 +227,31 @@ class Measurement:
         whole = self.collate(list(samples))
         if _is_equal(whole, self.collate(list(samples))):
             return {(first, last): self.collate(list(samples[first:last])) for first, last in places}
-        if any(isinstance(value, torch.Tensor) and len(value) != len(samples) for value in whole.values()):
+        if not _has_row_for_each(whole, len(samples)):
             raise UsageError(
                 f"the data collator of {self.owner} draws at random, and has no row for each sample: what its loss divides by "
                 "cannot be measured: give loss= and targets="
             )
-        return {(first, last): {name: value[first:last] for name, value in whole.items()} for first, last in places}
+        return _take_parts(whole, len(samples))
 
     def _answer(self, batch: Batch) -> Answer:
         counts = count_things(batch)
         with torch.set_grad_enabled(bool(self.watched)):
             loss = self.ask(batch)
-            gradients = torch.autograd.grad(loss, self.watched, allow_unused=True) if self.watched else ()
+            gradients = torch.autograd.grad(loss.sum(), self.watched, allow_unused=True) if self.watched else ()
         vector = [gradient.detach().flatten().double() for gradient in gradients if gradient is not None]
         values = [loss.detach().double().view(-1), *([torch.cat(vector)] if vector else [])]
         return Answer(tuple(value.cpu() for value in values), counts)
 
 
-def _choose_small(model: nn.Module) -> list[nn.Parameter]:
+def is_coarse(model: nn.Module, mixed_precision: str) -> bool:
+    """Tell whether a model computes in 16 bits, in which rounding hides small differences."""
+    return mixed_precision in ("fp16", "bf16") or any(
+        p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
+    )
+
+
+def choose_small(model: nn.Module) -> list[nn.Parameter]:
     """Choose the smallest parameters that are trained, up to `MAX_WATCHED` numbers."""
     trained = sorted((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
     sizes = itertools.accumulate(parameter.numel() for parameter in trained)
@@ -244,6 +282,16 @@ def _list_cuts(size: int) -> list[list[tuple[int, int]]]:
     return [[(0, place), (place, size)] for place in range(1, size)]
 
 
+def _has_row_for_each(batch: Batch, num_samples: int) -> bool:
+    return all(isinstance(value, torch.Tensor) and value.ndim and len(value) == num_samples for value in batch.values())
+
+
+def _take_parts(batch: Batch, size: int) -> dict[tuple[int, int], Batch]:
+    """Take the rows of all parts of a batch, and of the whole."""
+    places = {(0, size), *(place for parts in _list_cuts(size) for place in parts)}
+    return {(first, last): {name: value[first:last] for name, value in batch.items()} for first, last in places}
+
+
 def _count_classes(rows: Sequence[Sequence[int]]) -> int:
     """Count columns that are not proportional to each other."""
     return len({tuple(round(x / max(column[0], 1), 9) for x in column) for column in zip(*rows, strict=True)})
@@ -264,17 +312,21 @@ def _find_ratio(name: str, other: str, answers: Sequence[Answer]) -> float | Non
 
 
 def _misfit(name: str, whole: Answer, parts: Sequence[Answer]) -> float:
-    """Compute |l(a + b) d(a + b) - l(a) d(a) - l(b) d(b)| / |l(a + b) d(a + b)|, the largest of the loss and its gradient."""
+    """Compute |l(a + b) d(a + b) - l(a) d(a) - l(b) d(b)|, relative to the largest of these, of the loss and its gradient."""
     counts = [part.counts[name] for part in parts]
     if not whole.counts[name] or not all(counts):
-        return float("inf")
-    values = zip(*(part.values for part in parts), strict=True)
-    sums = [sum(x * n for x, n in zip(value, counts, strict=True)) for value in values]
-    return _distance([value * whole.counts[name] for value in whole.values], sums)
+        return math.inf
+    weighed = [[value * count for value in part.values] for part, count in zip(parts, counts, strict=True)]
+    return _find_remainder([value * whole.counts[name] for value in whole.values], weighed)
 
 
-def _distance(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    return max((a - b).norm().item() / max(a.norm().item(), 1e-30) for a, b in zip(values, others, strict=True))
+def _find_remainder(whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]) -> float:
+    """Compute |whole - sum of parts|, relative to the sum of their norms where they cancel."""
+    errors = []
+    for value, *summands in zip(whole, *parts, strict=True):
+        scale = max(value.norm().item(), sum(summand.norm().item() for summand in summands), 1e-30)
+        errors.append((value - sum(summands)).norm().item() / scale)
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def _is_equal(a: Batch, b: Batch) -> bool:

@@ -21,7 +21,7 @@ from samestep.step.means import find_mean
 from samestep.training import prepared
 from samestep.training.head_loss import REMEDY, HeadLoss
 from samestep.training.launch import is_sharded
-from samestep.training.measured_loss import NUM_ASKED, Divisor, Measurement, undisturbed
+from samestep.training.measured_loss import NUM_ASKED, Divisor, Measurement, choose_small, is_coarse, undisturbed
 from samestep.training.own_loop import (
     SUM,
     agree_on_dtype,
@@ -97,6 +97,11 @@ class ExactStep(Trainer):
         self._dtype: torch.dtype | None = None
         self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
 
+    @property
+    def loss_divisor(self) -> str:
+        """What the trainer's own loss is a mean over, found before the first step; empty: a loss that is given or computed."""
+        return self._divisor.name if self._divisor else ""
+
     def _find_loss(self) -> tuple[Loss, Callable[[Any], torch.Tensor]]:
         """Find the loss as sums: of a head that is known, in a trainer that leaves the loss to it, or measured."""
         if self._find_parent("compute_loss") is Trainer:
@@ -126,28 +131,33 @@ class ExactStep(Trainer):
 
     def _measure(self, loader: Any) -> None:
         """Measure what the trainer's own loss divides by, on samples that are the same on every process."""
-        model, is_coarse = self.model_wrapped, self.accelerator.mixed_precision in ("fp16", "bf16")
+        model, collate = self.model_wrapped, loader.collate_fn
+        measurement = functools.partial(
+            Measurement,
+            collate=collate,
+            is_coarse=is_coarse(model, self.accelerator.mixed_precision),
+            most_rows=self.args.per_device_train_batch_size,
+            watched=[] if is_sharded(self.accelerator) else choose_small(model),
+        )
         if isinstance(self._loss, HeadLoss) and not self._is_compared:
-            self._is_compared = True
+            self._is_compared, head = True, self._loss
             samples = [loader.dataset[number] for number in range(min(len(loader.dataset), NUM_ASKED))]
-            with undisturbed(self, model), torch.no_grad():
-                batch = self._prepare_inputs(loader.collate_fn(samples))
-                is_known = self._loss.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch)
+            with undisturbed(self, model):
+                batch = self._prepare_inputs(collate(samples))
+                if is_known := head.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch):
+                    sums = measurement(lambda batch: head(model, self._prepare_inputs(batch))[0], owner=head.name)
+                    sums.check_sums(loader.dataset)
             if not is_known:
                 self._measures, self._loss, self._targets = True, self._multiply_own_loss, self._count_by_divisor
         if not self._measures or self._divisor is not None:
             return
-        measurement = Measurement(
+        own_loss = measurement(
             lambda batch: self._ask_own_loss(model, self._prepare_inputs(batch)),
-            loader.collate_fn,
-            model,
-            self._find_parent("compute_loss").__name__,
-            is_coarse,
-            is_sharded(self.accelerator),
+            owner=self._find_parent("compute_loss").__name__,
         )
         with undisturbed(self, model):
-            self._divisor = measurement.find_divisor(loader.dataset)
-        self._rows_per_sample = _count_rows(loader.collate_fn([loader.dataset[0]]))
+            self._divisor = own_loss.find_divisor(loader.dataset)
+        self._rows_per_sample = _count_rows(collate([loader.dataset[0]]))
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
