@@ -135,6 +135,18 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         ),
         examples="advise runs/first --write_recipe larger.yaml",
     ),
+    "check-model": Command(
+        answered_by="samestep.contrib.heads.command:check_model",
+        summary="check what Trainer's step is with a head of transformers: exact, k times too large, a mean of means",
+        description=(
+            "Makes a head with random weights and small sizes, takes two steps with transformers' Trainer in micro-batches, as "
+            "it is and made exact, and compares their gradients with plain PyTorch. Says, too, whether samples see each other "
+            "in a packed row. Seconds, no download for a class or a folder. Exit code 0 Trainer is exact, 1 it is not, 2 bad "
+            "usage."
+        ),
+        usage="MODEL ...",
+        examples="check-model BertForSequenceClassification T5ForConditionalGeneration\ncheck-model runs/chats",
+    ),
     "audit-script": Command(
         answered_by="stepaudit.script:audit_script",
         summary="run a training program under several layouts, and compare the steps that it takes",

@@ -1,0 +1,72 @@
+"""Says what Trainer's step is with a head: `samestep check-model`."""
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+from samestep.cli.commands import make_parser
+from samestep.errors import UsageError, exit_code
+from samestep.printing import fold
+
+
+def check_model(argv: list[str]) -> int:
+    """Check heads; return 0 if Trainer's step is exact with all of them, else 1."""
+    parser = make_parser("check-model", "%(prog)s MODEL ...")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="class of transformers, folder, or name on the hub")
+    models = parser.parse_args(argv).models
+    return exit_code(lambda: _check(models))
+
+
+def _check(models: list[str]) -> int:
+    import torch
+    import transformers
+
+    from samestep.contrib.heads import comparison, tiny
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    is_right = True
+    for text in models:
+        with _silence():
+            head = tiny.find_head(text)
+            try:
+                found = comparison.compare(head.build, head.kind)
+            except comparison.NotMeasuredError as error:
+                raise UsageError(f"{head.name} cannot be checked: {error}") from None
+            except (UsageError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                first = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+                raise UsageError(f"{head.name} cannot be checked on texts, in small sizes: {first}") from None
+        print(fold("\n".join(_describe(head.name, found))), flush=True)
+        is_right &= found.verdict == comparison.EXACT
+    return 0 if is_right else 1
+
+
+def _describe(name: str, found) -> Iterator[str]:
+    """Describe a comparison in lines."""
+    import transformers
+
+    from samestep.contrib.heads import comparison
+
+    cuts = " and ".join(f"{b} x {k}" for b, k in comparison.CUTS)
+    yield f"{name}, transformers {transformers.__version__}: random weights of small sizes, steps of 4 and 3 samples"
+    norms = " and ".join(f"{norm:.2f}" for norm in found.norms)
+    more = f"; |g| / |r| of a full step: {norms}" if found.verdict != comparison.EXACT else ""
+    yield f"  Trainer, in {cuts} micro-batches: {found.verdict}, error {found.error:.1e}{more}"
+    if found.refusal:
+        yield f"  exact(Trainer): refused: {found.refusal}"
+    else:
+        way = f"; its loss is a mean over {found.divisor}" if found.divisor else ""
+        yield f"  exact(Trainer): error {found.exact_error:.1e}{way}"
+    if found.packing:
+        yield f"  packed rows: samples see each other: {found.packing}"
+    if found.verdict != comparison.EXACT and not found.refusal:
+        yield "  do: from samestep import exact; trainer = exact(Trainer)(...) (docs/your-trainer.md)"
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what libraries say."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,162 @@
+"""Compares Trainer's steps with a head, plain and exact, with plain PyTorch.
+
+Nothing is learned (the rate is 0), so that the gradient of each step is that of the first weights. The truth is the head's own
+loss of a step's samples in one batch. Trainer's gradient is compared with it, and with the sum and the mean of the
+micro-batches' gradients: a head is called k times too large, or a mean of means, only where one of these is what Trainer has.
+"""
+
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from samestep.contrib.heads import tiny
+from samestep.errors import UsageError
+from samestep.models import packing
+from samestep.training.trainer import exact
+
+STEPS = ((0, 1, 2, 3), (4, 5, 6))
+"""Samples of each step."""
+CUTS = ((2, 2), (1, 4))
+"""b, k."""
+SAME = 1e-4
+"""Relative error of a gradient that a formula gives."""
+EXACT, TIMES_K, MEAN_OF_MEANS, OTHER = "exact", "k times too large", "mean of means", "another step"
+
+
+class NotMeasuredError(Exception):
+    """A head whose gradient says nothing: not finite, zero, or another one each time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What Trainer's steps are.
+
+    Attributes:
+        verdict: of Trainer as it is.
+        error: of its gradient, relative, the largest of all steps and cuts.
+        norms: its norm over the true one, in a full step, for each of `CUTS`.
+        exact_error: of the exact trainer's gradient; None: it refused.
+        refusal: what it said then.
+        divisor: what the loss was found to be a mean over; empty where it is computed from the logits.
+        packing: how a row of several sequences differs from each alone; empty: it does not, or is not of a causal model.
+    """
+
+    verdict: str
+    error: float
+    norms: tuple[float, ...]
+    exact_error: float | None = None
+    refusal: str = ""
+    divisor: str = ""
+    packing: str = ""
+
+
+class _Gradients(TrainerCallback):
+    def __init__(self) -> None:
+        self.all: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.all.append(_join(model))
+
+
+def _join(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def measure_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Compute |a - b| / |b|."""
+    return (torch.dist(a, b) / b.norm()).item()
+
+
+def compare(build: Callable[[], nn.Module], kind: str) -> Comparison:
+    """Compare the steps with a head.
+
+    Args:
+        build: makes it, with the same weights each time, in float32, without noise.
+        kind: one of `tiny.KINDS`, which says what samples it gets.
+
+    Raises:
+        NotMeasuredError: its gradient says nothing. Else what the head raises.
+    """
+    model, join = build(), tiny.collate(kind)
+
+    def compute(numbers: tuple[int, ...]) -> torch.Tensor:
+        model.zero_grad()
+        model.train()(**join([tiny.draw(kind, number) for number in numbers])).loss.backward()
+        return _join(model)
+
+    whole = [compute(step) for step in STEPS]
+    if not all(gradient.isfinite().all() and gradient.norm() > 0 for gradient in whole):
+        raise NotMeasuredError("its gradient is not finite, or 0, on these samples")
+    if max(measure_distance(compute(step), gradient) for step, gradient in zip(STEPS, whole, strict=True)) > 1e-6:
+        raise NotMeasuredError("it draws at random, also without dropout")
+    verdicts, errors, norms = set(), [], []
+    for b, k in CUTS:
+        cuts = [[step[first : first + b] for first in range(0, len(step), b)] for step in STEPS]
+        sums = [torch.stack([compute(part) for part in cut]).sum(0) for cut in cuts]
+        gradients, _ = _train(build(), kind, Trainer, b, k)
+        verdicts.add(_find_formula(gradients, whole, sums, [len(cut) for cut in cuts]))
+        errors += [measure_distance(x, y) for x, y in zip(gradients, whole, strict=True)]
+        norms.append((gradients[0].norm() / whole[0].norm()).item())
+    wrong = verdicts - {EXACT}
+    found = Comparison(OTHER if len(wrong) > 1 else min(wrong, default=EXACT), max(errors), tuple(norms))
+    if kind == "causal language model":
+        found = dataclasses.replace(found, packing=_find_leak(build()))
+    try:
+        ours = [_train(build(), kind, exact(Trainer), b, k) for b, k in CUTS]
+    except UsageError as error:
+        return dataclasses.replace(found, refusal=str(error))
+    errors = [measure_distance(x, y) for gradients, _ in ours for x, y in zip(gradients, whole, strict=True)]
+    return dataclasses.replace(found, exact_error=max(errors), divisor=ours[0][1].loss_divisor)
+
+
+def _train(model: nn.Module, kind: str, trainer: type[Trainer], b: int, k: int) -> tuple[list[torch.Tensor], Any]:
+    """Take the steps; return their gradients, and the trainer."""
+    gradients = _Gradients()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments = TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=b,
+            gradient_accumulation_steps=k,
+            learning_rate=0.0,
+            max_grad_norm=0.0,
+            optim="sgd",
+            use_cpu=True,
+            train_sampling_strategy="sequential",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        data = [tiny.draw(kind, number) for step in STEPS for number in step]
+        made = trainer(model, arguments, data_collator=tiny.collate(kind), train_dataset=data, callbacks=[gradients])
+        made.remove_callback(transformers.PrinterCallback)
+        made.train()
+    return gradients.all, made
+
+
+def _find_formula(
+    gradients: list[torch.Tensor], whole: list[torch.Tensor], sums: list[torch.Tensor], ks: list[int]
+) -> str:
+    """Name the plain formula that gives the gradients of all steps."""
+    formulas = {EXACT: whole, TIMES_K: sums, MEAN_OF_MEANS: [total / k for total, k in zip(sums, ks, strict=True)]}
+    for name, plain in formulas.items():
+        if all(measure_distance(x, y) < SAME for x, y in zip(gradients, plain, strict=True)):
+            return name
+    return OTHER
+
+
+def _find_leak(model: nn.Module) -> str:
+    try:
+        leak = packing.probe(model)
+    except Exception as error:
+        return f"not measured ({type(error).__name__})"
+    return str(leak or "")
