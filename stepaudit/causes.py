@@ -10,7 +10,7 @@ WINDOWS = (
     "(docs/your-own-loop.md)"
 )
 STEPS = "; shortest with samestep: for step in exact_steps(accelerator, dataset, collate, ...) (docs/your-own-loop.md)"
-TRAINER = "; shortest with samestep: ExactTrainer in the place of Trainer (docs/your-own-loop.md)"
+TRAINER = "; shortest with samestep: exact(Trainer) in the place of Trainer (docs/your-trainer.md)"
 
 
 @dataclasses.dataclass(frozen=True)

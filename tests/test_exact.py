@@ -87,6 +87,23 @@ def test_adapters_and_resumed_runs(train):
         assert torch.dist(gradient, other) <= 1e-5 * other.norm()
 
 
+@pytest.mark.parametrize("how", [{"dtype": torch.bfloat16}, {"dtype": torch.float32, "bf16": True}])
+def test_16_bits_hide_nothing(tmp_path, how):
+    """Losses are asked in float32, where a second term of 1 % is seen; weights and autocast are what they were."""
+    trainer = trl_runs.make_trainer("dpo", tmp_path, 2, 2, **how)
+    kept = [parameter.clone() for parameter in trainer.model.parameters()]
+    forward = trainer.model.forward
+    trainer._measure(trainer.get_train_dataloader())
+    assert trainer.loss_divisor.startswith("rows of")
+    assert trainer.model.forward == forward
+    for old, new in zip(kept, trainer.model.parameters(), strict=True):
+        assert new.dtype == how["dtype"]
+        assert torch.equal(old, new)
+    fresh_accelerator()
+    with pytest.raises(UsageError, match="is not that of its samples"):
+        trl_runs.make_trainer("dpo and sft", tmp_path, 2, 2, loss_weights=[1.0, 0.01], **how).train()
+
+
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path, name):
     losses = []

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ TOLERANCE = 2e-5
 """Relative error of a fit that is rounding in float32, in which parts of a loss are computed also where weights are wider."""
 COARSE = 3e-2
 """The same in 16 bits, where the next divisor must also err three times as much."""
+SHORT = {torch.float16, torch.bfloat16}
 ONE = "1"
 
 
@@ -244,11 +245,10 @@ class Measurement:
         return Answer(tuple(value.cpu() for value in values), counts)
 
 
-def is_coarse(model: nn.Module, mixed_precision: str) -> bool:
-    """Tell whether a model computes in 16 bits, in which rounding hides small differences."""
-    return mixed_precision in ("fp16", "bf16") or any(
-        p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
-    )
+def is_coarse(modules: Iterable[nn.Module], mixed_precision: str) -> bool:
+    """Tell whether modules compute in 16 bits, in which rounding hides small differences."""
+    dtypes = {tensor.dtype for module in modules for tensor in module.parameters()}
+    return mixed_precision in ("fp16", "bf16") or bool(dtypes & SHORT)
 
 
 def choose_small(model: nn.Module) -> list[nn.Parameter]:
@@ -356,6 +356,28 @@ def _find_notes(trainer: Any) -> dict[str, Any]:
     """Find the attributes in which a trainer notes numbers for its log: its own, by convention."""
     kinds = dict | list | int | float
     return {name: value for name, value in vars(trainer).items() if name.startswith("_") and isinstance(value, kinds)}
+
+
+@contextlib.contextmanager
+def widened(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules compute in float32 for a while, without autocast by Accelerate; their numbers stay the same, bit by bit."""
+    kept, forwards = [], []
+    try:
+        for module in modules:
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                if tensor.dtype in SHORT:
+                    kept.append((tensor, tensor.data))
+                    tensor.data = tensor.data.float()
+            for part in module.modules():
+                if "_original_forward" in vars(part) and "forward" in vars(part):
+                    forwards.append((part, part.forward))
+                    part.forward = part._original_forward
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+        for part, forward in forwards:
+            part.forward = forward
 
 
 def _without_reductions(model: nn.Module) -> contextlib.AbstractContextManager:

@@ -21,7 +21,15 @@ from samestep.step.means import find_mean
 from samestep.training import prepared
 from samestep.training.head_loss import REMEDY, HeadLoss
 from samestep.training.launch import is_sharded
-from samestep.training.measured_loss import NUM_ASKED, Divisor, Measurement, choose_small, is_coarse, undisturbed
+from samestep.training.measured_loss import (
+    NUM_ASKED,
+    Divisor,
+    Measurement,
+    choose_small,
+    is_coarse,
+    undisturbed,
+    widened,
+)
 from samestep.training.own_loop import (
     SUM,
     agree_on_dtype,
@@ -130,34 +138,42 @@ class ExactStep(Trainer):
         return self._divisor.count(batch)
 
     def _measure(self, loader: Any) -> None:
-        """Measure what the trainer's own loss divides by, on samples that are the same on every process."""
-        model, collate = self.model_wrapped, loader.collate_fn
+        """Check or measure the trainer's own loss, before the first step, on samples that are the same on every process."""
+        if self._divisor is None and not self._is_compared:
+            modules = {id(value): value for value in vars(self).values() if isinstance(value, nn.Module)}.values()
+            is_short = is_coarse(modules, self.accelerator.mixed_precision)
+            is_widened = is_short and not is_sharded(self.accelerator) and not _is_quantized(self.model)
+            with undisturbed(self, self.model_wrapped), widened(modules if is_widened else ()):
+                found = self._find_divisor(loader, is_short and not is_widened)
+            self._is_compared = True
+            if isinstance(found, Divisor):
+                self._measures, self._loss, self._targets = True, self._multiply_own_loss, self._count_by_divisor
+                self._divisor, self._rows_per_sample = found, _count_rows(loader.collate_fn([loader.dataset[0]]))
+
+    def _find_divisor(self, loader: Any, is_short: bool) -> Divisor | None:
+        """Find what the trainer's own loss divides by; None for one that is given, or computed as sums, which are checked."""
+        if not self._measures and not isinstance(self._loss, HeadLoss):
+            return None
+        model, collate, head = self.model_wrapped, loader.collate_fn, self._loss
         measurement = functools.partial(
             Measurement,
             collate=collate,
-            is_coarse=is_coarse(model, self.accelerator.mixed_precision),
+            is_coarse=is_short,
             most_rows=self.args.per_device_train_batch_size,
             watched=[] if is_sharded(self.accelerator) else choose_small(model),
         )
-        if isinstance(self._loss, HeadLoss) and not self._is_compared:
-            self._is_compared, head = True, self._loss
+        if isinstance(head, HeadLoss):
             samples = [loader.dataset[number] for number in range(min(len(loader.dataset), NUM_ASKED))]
-            with undisturbed(self, model):
-                batch = self._prepare_inputs(collate(samples))
-                if is_known := head.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch):
-                    sums = measurement(lambda batch: head(model, self._prepare_inputs(batch))[0], owner=head.name)
-                    sums.check_sums(loader.dataset)
-            if not is_known:
-                self._measures, self._loss, self._targets = True, self._multiply_own_loss, self._count_by_divisor
-        if not self._measures or self._divisor is not None:
-            return
+            batch = self._prepare_inputs(collate(samples))
+            if head.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch):
+                sums = measurement(lambda batch: head(model, self._prepare_inputs(batch))[0], owner=head.name)
+                sums.check_sums(loader.dataset)
+                return None
         own_loss = measurement(
             lambda batch: self._ask_own_loss(model, self._prepare_inputs(batch)),
             owner=self._find_parent("compute_loss").__name__,
         )
-        with undisturbed(self, model):
-            self._divisor = own_loss.find_divisor(loader.dataset)
-        self._rows_per_sample = _count_rows(collate([loader.dataset[0]]))
+        return own_loss.find_divisor(loader.dataset)
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -330,6 +346,11 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
     )
 
 
+def _is_quantized(model: nn.Module) -> bool:
+    """Tell whether weights are integers, with which modules compute in a type of their own."""
+    return any(not (p.is_floating_point() or p.is_complex()) for p in model.parameters())
+
+
 def _refuse_batch_norm(model: nn.Module) -> None:
     """Refuse modules that normalise by the samples of a micro-batch, which no loss can mend. Frozen ones are left alone."""
     kinds = nn.modules.batchnorm._BatchNorm
@@ -337,7 +358,7 @@ def _refuse_batch_norm(model: nn.Module) -> None:
     if names:
         raise UsageError(
             f"{names[0]} and {len(names) - 1} more of the model's modules normalise by the samples of a micro-batch: no cut "
-            "gives another one's step: take GroupNorm, or keep them in eval()"
+            "gives another one's step: take GroupNorm"
         )
 
 

@@ -14,7 +14,7 @@ OWN = {
         pretrained_shape proof_gpu timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation chat chats_to_a_model checkpoint_store communication compare_runs digest
+        accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest
         noise_scale peer_copies preferences reference replicas stragglers watch
         """.split(),
 }

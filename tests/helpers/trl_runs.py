@@ -38,8 +38,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def make_model(folder: Path, is_reward: bool = False) -> torch.nn.Module:
-    """Make a model of a folder in float64, from which trainers load their reference."""
+def make_model(folder: Path, is_reward: bool = False, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """Make a model of a folder, from which trainers load their reference."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -47,8 +47,8 @@ def make_model(folder: Path, is_reward: bool = False) -> torch.nn.Module:
     made = LlamaForSequenceClassification if is_reward else LlamaForCausalLM
     with PartialState(cpu=True).main_process_first():
         if not folder.exists():
-            made(config).double().save_pretrained(folder)
-    return made.from_pretrained(folder, dtype=torch.float64)
+            made(config).to(dtype).save_pretrained(folder)
+    return made.from_pretrained(folder, dtype=dtype)
 
 
 def text(number: int, kind: int) -> str:
@@ -102,13 +102,14 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
     """Make a trainer that keeps its gradients: trainer.gradients.all."""
     trainer_class, config_class, kind, options = make_cases()[name]
     options = OPTIONS | options | more
+    dtype = options.pop("dtype", torch.float64)
     given = {key: options.pop(key) for key in ("peft_config",) if key in options}
     arguments = config_class(
         output_dir=str(folder / "run"), per_device_train_batch_size=b, gradient_accumulation_steps=k, **options
     )
     data, gradients = draw(kind, num_samples), Gradients()
     trainer = (exact(trainer_class) if is_exact else trainer_class)(
-        model=make_model(folder / "model", name == "reward"),
+        model=make_model(folder / f"model-{dtype}", name == "reward", dtype),
         args=arguments,
         train_dataset=data,
         eval_dataset=data,
