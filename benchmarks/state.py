@@ -34,6 +34,7 @@ from samestep.contrib.heads import tiny
 from samestep.contrib.heads.comparison import (
     CUTS,
     EXACT,
+    FIRST_LABELS,
     MEAN_OF_MEANS,
     OTHER,
     TIMES_K,
@@ -48,6 +49,7 @@ PARTS = ("heads", "trainers")
 ROUNDING = 1e-5
 """Relative error of a step that is exact."""
 SECONDS = 120  # for a head
+VERDICTS = (EXACT, TIMES_K, MEAN_OF_MEANS, FIRST_LABELS, OTHER)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,13 +164,13 @@ def markdown(results: dict[str, Any]) -> str:
             [
                 kind,
                 len(rows),
-                *(counts[name] for name in (EXACT, TIMES_K, MEAN_OF_MEANS, OTHER)),
+                *(counts[name] for name in VERDICTS),
                 sum(error < ROUNDING for error in ours),
                 len(rows) - len(ours),
                 f"{max(ours, default=0):.0e}",
             ]
         )
-    names = ["exact", "k times", "mean of means", "another"]
+    names = ["exact", "k times", "mean of means", "first labels", "another"]
     columns = [
         "heads of",
         "run",
@@ -178,7 +180,7 @@ def markdown(results: dict[str, Any]) -> str:
         "largest error",
     ]
     lists = []
-    for name in (TIMES_K, MEAN_OF_MEANS, OTHER):
+    for name in VERDICTS[1:]:
         heads = [f"`{row['head']}`" for row in done if row["verdict"] == name]
         lists += [f"**In Trainer: {name}** ({len(heads)}): {', '.join(heads)}.\n"] if heads else []
     refused = collections.defaultdict(list)
@@ -209,7 +211,9 @@ def markdown(results: dict[str, Any]) -> str:
         "## Heads in Trainer\n\n"
         f"{harness.table(columns, table)}\n"
         "*k times*: the gradient is the sum of the micro-batches' means, k of them: `**kwargs` takes the number of targets, "
-        "and the head does not use it. *Mean of means*: the last step, or steps of ragged texts, weigh micro-batches alike.\n\n"
+        "and the head does not use it. *Mean of means*: the last step, or steps of ragged texts, weigh micro-batches alike. "
+        "*First labels*: Trainer counts the first label of a row, which nothing predicts; where it is -100, as of a prompt, "
+        "nothing is wrong.\n\n"
         f"{chr(10).join(lists)}\n"
         f"Not run: {len(failed)} heads, whose configuration has no small form here, or which want inputs that texts are not: "
         f"{'; '.join(f'{reason} ({count})' for reason, count in reasons.most_common(6))}; others.\n\n"

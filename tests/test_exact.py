@@ -15,6 +15,7 @@ from transformers import Trainer
 from samestep import ExactTrainer, exact
 from samestep.errors import UsageError
 from samestep.training import measured_loss
+from samestep.training.loss_terms import Means
 from samestep.training.measured_loss import count_things
 
 trl_runs = pytest.importorskip("trl_runs", reason="needs trl")
@@ -49,7 +50,9 @@ def check(ours, true, bound: float = 2e-6) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", keep(EXACT, ["sft", "sft of texts", "sft without padding", "dpo", "reward", "apo"]))
+@pytest.mark.parametrize(
+    "name", keep(EXACT, ["sft of texts", "sft without padding", "dpo", "reward", "apo", "orpo", "dpo and sft"])
+)
 def test_every_cut_is_the_step_of_one_large_batch(train, name):
     """Of the trainer itself, in one micro-batch: steps of 4 samples, the last one of 3."""
     whole = train(name, 4, 1, is_exact=False)
@@ -66,9 +69,9 @@ def test_the_plain_trainer_fails_the_same_check(train):
         check(train("dpo", 2, 2, is_exact=False), train("dpo", 4, 1, is_exact=False))
 
 
-@pytest.mark.parametrize("name", keep(trl_runs.REFUSED, ["kto", "dpo and sft", "aot"]))
+@pytest.mark.parametrize("name", trl_runs.REFUSED)
 def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(train, name):
-    """KTO's mean divergence and sorted differences are of a batch; the others' terms count pairs and tokens."""
+    """KTO's mean divergence and sorted differences are of a batch."""
     with pytest.raises(UsageError) as caught:
         train(name, 2, 2)
     assert f"the loss of {CASES[name][0].__name__} is not that of its samples" in str(caught.value)
@@ -89,7 +92,7 @@ def test_adapters_and_resumed_runs(train):
 
 @pytest.mark.parametrize("how", [{"dtype": torch.bfloat16}, {"dtype": torch.float32, "bf16": True}])
 def test_16_bits_hide_nothing(tmp_path, how):
-    """Losses are asked in float32, where a second term of 1 % is seen; weights and autocast are what they were."""
+    """Losses are asked in float32, where a term of 1 % is found; weights and autocast are what they were."""
     trainer = trl_runs.make_trainer("dpo", tmp_path, 2, 2, **how)
     kept = [parameter.clone() for parameter in trainer.model.parameters()]
     forward = trainer.model.forward
@@ -100,11 +103,15 @@ def test_16_bits_hide_nothing(tmp_path, how):
         assert new.dtype == how["dtype"]
         assert torch.equal(old, new)
     fresh_accelerator()
+    trainer = trl_runs.make_trainer("dpo and sft", tmp_path, 2, 2, loss_weights=[1.0, 0.01], **how)
+    trainer._measure(trainer.get_train_dataloader())
+    assert trainer.loss_divisor.count(";") == 1
+    fresh_accelerator()
     with pytest.raises(UsageError, match="is not that of its samples"):
-        trl_runs.make_trainer("dpo and sft", tmp_path, 2, 2, loss_weights=[1.0, 0.01], **how).train()
+        trl_runs.make_trainer("aot", tmp_path, 2, 2, **how).train()
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", keep(["sft", "dpo", "orpo"], ["sft", "orpo"]))
 def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path, name):
     losses = []
     for size in (1, 3, 11):
@@ -284,6 +291,7 @@ def test_things_that_are_counted():
         "rows of attention_mask": 2,
         "ones of attention_mask": 3,
         "ones of attention_mask, behind the first of a row": 1,
+        "ones of attention_mask, behind the first of a row, of half the rows": 1,
         "rows of pixels": 2,
         "rows of position_ids": 1,
         "beginnings of position_ids": 2,
@@ -379,6 +387,48 @@ def test_a_divergence_that_is_clamped():
 
     with pytest.raises(UsageError, match="is not that of its samples"):
         measure(ask, draw_rows(9))
+
+
+def test_terms_with_numbers_of_their_own():
+    """A mean over rows and twice one over labels, whose mean over rows is taken again, beside a mean that is only logged."""
+
+    def ask(model, batch):
+        rows, counts = model(batch), batch["labels"] != -100
+        rows.sqrt().mean()
+        term = rows[counts].mean()
+        return nn.functional.mse_loss(rows, rows.detach() + 1) + 2 * term.expand(len(rows)).mean()
+
+    def apart(model, batch):  # each sum by hand
+        rows, counts = model(batch), batch["labels"] != -100
+        return torch.stack([(rows - rows.detach() - 1).square().sum(), 2 * (rows * counts).sum()])
+
+    data = draw_rows(9, num_ignored=1)
+    terms = measure(ask, data)
+    assert sorted(terms.name.split("; ")) == ["labels but -100", "rows of labels"]
+    model, batch = Bias(), collate_rows(data[:4])
+    counts = terms.count(batch)
+    assert sorted(counts.tolist()) == [3, 4]
+    sums = terms.take_sums(lambda: ask(model, batch), counts)
+    order = [0, 1] if counts[0] == 4 else [1, 0]
+    torch.testing.assert_close(sums[order], apart(model, batch))
+    with pytest.raises(UsageError, match="had a term in line"):
+        terms.take_sums(lambda: model(batch).sum(), counts)
+
+
+def test_means_that_are_noted():
+    from torch.nn import functional as F
+
+    logits = torch.randn(4, 5, requires_grad=True)
+    labels = torch.tensor([1, -100, 2, 3])
+    with Means() as noted:
+        F.cross_entropy(logits, labels)
+        nn.CrossEntropyLoss(ignore_index=2)(logits, labels.clamp(min=0))
+        F.cross_entropy(logits, logits.softmax(1).detach())
+        F.mse_loss(logits, logits.detach())
+        logits.mean(), torch.mean(logits[0])
+        logits.mean(1), logits.sum(), F.cross_entropy(logits, labels, reduction="sum")  # of no interest, as the next
+        F.cross_entropy(logits, labels, weight=torch.ones(5))
+    assert [mean.count for mean in noted.found.values()] == [3, 3, 4, 20, 20, 5]
 
 
 def test_collators_that_draw():

@@ -5,7 +5,7 @@ A loss that is a mean over d things (rows, labels, masked tokens, pairs) makes t
     l(a + b) d(a + b) = l(a) d(a) + l(b) d(b),        and so does its gradient,
 
 for one d only, if the parts are uneven. The loss of a whole step is  sum_q l_q d_q / D,  D the sum over the step. A loss that
-compares the samples of a batch, or has terms with several d, fits none.
+compares the samples of a batch fits none. Nor does one that has terms with several d: its terms are searched (`loss_terms`).
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.step.losses import IGNORED
+from samestep.training.loss_terms import Means, Place, ask_means, find_terms
 
 Batch = Mapping[str, Any]
 Ask = Callable[[Batch], torch.Tensor]
@@ -35,7 +37,7 @@ TOLERANCE = 2e-5
 COARSE = 3e-2
 """The same in 16 bits, where the next divisor must also err three times as much."""
 SHORT = {torch.float16, torch.bfloat16}
-ONE = "1"
+ONE, _ITSELF = "1", "what the mean itself averages"
 
 
 def count_things(batch: Batch) -> dict[str, int]:
@@ -54,6 +56,10 @@ def count_things(batch: Batch) -> dict[str, int]:
         elif "mask" in name or value.dtype is torch.bool:
             counts[f"ones of {name}"] = int(value.sum())
             counts[f"ones of {name}, behind the first of a row"] = int(shifted.sum())
+            if not len(value) % 2:  # preferred answers come first
+                counts[f"ones of {name}, behind the first of a row, of half the rows"] = int(
+                    shifted[: len(value) // 2].sum()
+                )
         if name == "position_ids":  # of samples that lie end to end
             counts["beginnings of position_ids"] = int((value == 0).sum())
             counts[f"{name} without beginnings"] = int((value != 0).sum())
@@ -81,6 +87,45 @@ class Divisor:
                     "not tell which, and a batch now has others: put such a sample first, or give loss= and targets="
                 )
         return torch.tensor([counts[self.name]])
+
+    def take_sums(self, ask: Callable[[], torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+        """Ask the loss of a batch, and return its sum, [1]."""
+        loss = ask()
+        return loss.view(-1) * counts.to(loss.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a loss is made of: means, each over something; see `loss_terms`.
+
+    Attributes:
+        places: of the means, with their factors in the loss.
+        divisors: what each is over.
+    """
+
+    places: Mapping[Place, float]
+    divisors: Sequence[Divisor]
+
+    @property
+    def name(self) -> str:
+        return "; ".join(divisor.name for divisor in self.divisors)
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count a batch, int64 [terms]."""
+        return torch.cat([divisor.count(batch) for divisor in self.divisors])
+
+    def take_sums(self, ask: Callable[[], torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+        """Ask the loss of a batch, and return the sums of its terms, [terms]."""
+        with Means() as noted:
+            loss = ask()
+        if missing := self.places.keys() - noted.found.keys():
+            file, line, _ = min(missing)
+            raise UsageError(
+                f"the loss of {self.divisors[0].owner} had a term in line {line} of {file} when it was measured, and has not "
+                "now: give loss= and targets="
+            )
+        means = [factor * noted.found[place].value for place, factor in self.places.items()]
+        return torch.stack(means) * counts.to(loss.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +161,21 @@ class Measurement:
         self.most_rows = most_rows
         self.tolerance = COARSE if is_coarse else TOLERANCE
 
-    def find_divisor(self, dataset: Any) -> Divisor:
-        """Find what the loss is a mean over. Raises UsageError where it is a mean of nothing that is known."""
+    def find_divisor(self, dataset: Any) -> Divisor | Terms:
+        """Find what the loss is a mean over, or its terms. Raises UsageError where they are means of nothing that is known."""
+        found, ask = self._find_divisor(dataset), self.ask
+        if self.most_rows > 1:  # a short sample beside a long one
+            self.ask = lambda batch: found.take_sums(partial(ask, batch), found.count(batch))
+            try:
+                self.check_sums(dataset)
+            finally:
+                self.ask = ask
+        return found
+
+    def _find_divisor(self, dataset: Any) -> Divisor | Terms:
         samples = self._choose(dataset, NUM_ASKED)
-        errors, answers = self._ask(self._cut(samples))
+        batches = self._cut(samples)
+        errors, answers = self._ask(batches)
         if not errors:
             raise UsageError(
                 f"the loss of {self.owner}, or its gradient, is not finite on single samples of the first {NUM_SCANNED}: it "
@@ -129,10 +185,40 @@ class Measurement:
         ratios = {name: _find_ratio(name, best, answers) for name in errors}
         others = [error for name, error in errors.items() if ratios[name] is None]
         if errors[best] > self.tolerance or (self.tolerance == COARSE and min(others, default=1.0) < 3 * errors[best]):
+            if (terms := self._find_terms(batches)) is not None:
+                return terms
             raise UsageError(self._explain_misfit(samples, best, errors[best]))
-        same = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-        name = min(same, key=_rank)
-        return Divisor(name, {other: ratio / same[name] for other, ratio in same.items() if other != name}, self.owner)
+        return self._make_divisor({name: ratio for name, ratio in ratios.items() if ratio is not None})
+
+    def _make_divisor(self, ratios: Mapping[str, float]) -> Divisor:
+        name = min(ratios, key=_rank)
+        return Divisor(
+            name, {other: ratio / ratios[name] for other, ratio in ratios.items() if other != name}, self.owner
+        )
+
+    def _find_terms(self, batches: Mapping[tuple[int, int], Batch]) -> Terms | None:
+        """Find the terms of the loss; None where it is made of no means whose numbers are known."""
+        if not self.watched or self.tolerance == COARSE:
+            return None
+        size = max(last for _, last in batches)
+        cuts, counted = [], []
+        for direction in (1, -1):
+            with _moved(self.watched, direction):
+                asked = {place: ask_means(partial(self.ask, batch), self.watched) for place, batch in batches.items()}
+            finite = {place for place, found in asked.items() if found.loss[0].isfinite().all()}  # with a target
+            parts = [cut for cut in _list_cuts(size) if finite.issuperset(cut)]
+            cuts += [(asked[0, size], [asked[place] for place in cut]) for cut in parts]
+            counted += [(found, count_things(batches[place])) for place, found in asked.items() if place in finite]
+        places = find_terms(cuts, _find_remainder, self.tolerance)
+        divisors = []
+        for place in places:
+            answers = [Answer((), things | {_ITSELF: found.means[place][1]}) for found, things in counted]
+            names = set.intersection(*(set(answer.counts) for answer in answers)) - {_ITSELF}
+            ratios = {name: ratio for name in names if (ratio := _find_ratio(name, _ITSELF, answers)) is not None}
+            if not ratios:
+                return None
+            divisors.append(self._make_divisor(ratios))
+        return Terms(places, divisors) if places else None
 
     def _ask(self, batches: Mapping[tuple[int, int], Batch]) -> tuple[dict[str, float], list[Answer]]:
         """Ask about samples together and in two parts: error of the fit of each divisor, and all answers."""
@@ -336,20 +422,28 @@ def _is_equal(a: Batch, b: Batch) -> bool:
 
 
 @contextlib.contextmanager
+def unnoted(trainer: Any) -> Iterator[None]:
+    """Let a trainer forget what it notes for its log meanwhile."""
+    noted = copy.deepcopy(_find_notes(trainer))
+    try:
+        yield
+    finally:
+        for name in _find_notes(trainer).keys() - noted.keys():
+            delattr(trainer, name)
+        vars(trainer).update(noted)
+
+
+@contextlib.contextmanager
 def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
     """Ask a trainer's loss without noise, and leave nothing of it behind: mode, generators, what it notes for its log."""
-    noted = copy.deepcopy(_find_notes(trainer))
     was_training = model.training
     devices = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), _without_reductions(model):
+        with unnoted(trainer), torch.random.fork_rng(devices), _without_reductions(model):
             model.eval()
             yield
     finally:
         model.train(was_training)
-        for name in _find_notes(trainer).keys() - noted.keys():
-            delattr(trainer, name)
-        vars(trainer).update(noted)
 
 
 def _find_notes(trainer: Any) -> dict[str, Any]:

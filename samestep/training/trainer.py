@@ -25,9 +25,11 @@ from samestep.training.measured_loss import (
     NUM_ASKED,
     Divisor,
     Measurement,
+    Terms,
     choose_small,
     is_coarse,
     undisturbed,
+    unnoted,
     widened,
 )
 from samestep.training.own_loop import (
@@ -94,7 +96,7 @@ class ExactStep(Trainer):
             )
         if problems:
             raise UsageError(problems)
-        self._divisor: Divisor | None = None
+        self._divisor: Divisor | Terms | None = None
         self._measures, self._is_compared, self._rows_per_sample = False, False, 1
         if loss is None:
             loss, targets = self._find_loss()
@@ -117,16 +119,15 @@ class ExactStep(Trainer):
             if (head := HeadLoss.find(model, self.args.label_smoothing_factor)) is not None:
                 return head, head.targets
         self._measures = True
-        return self._multiply_own_loss, self._count_by_divisor
+        return self._sum_own_loss, self._count_by_divisor
 
     def _find_parent(self, name: str = "__init__") -> type:
         """Find the class behind this one that has a method: the trainer that was made exact, or what that inherits from."""
         parents = type(self).__mro__
         return next(parent for parent in parents[parents.index(ExactStep) + 1 :] if name in vars(parent))
 
-    def _multiply_own_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = self._count_by_divisor(batch)
-        return self._ask_own_loss(model, batch) * counts.to(self.accelerator.device), counts
+    def _sum_own_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._compute_sums(model, batch, False)[:2]
 
     def _ask_own_loss(self, model: nn.Module, batch: Any, **how: Any) -> Any:
         """Ask the trainer's own loss, which may change the batch it is given, and gather what it logs."""
@@ -146,11 +147,11 @@ class ExactStep(Trainer):
             with undisturbed(self, self.model_wrapped), widened(modules if is_widened else ()):
                 found = self._find_divisor(loader, is_short and not is_widened)
             self._is_compared = True
-            if isinstance(found, Divisor):
-                self._measures, self._loss, self._targets = True, self._multiply_own_loss, self._count_by_divisor
+            if found is not None:
+                self._measures, self._loss, self._targets = True, self._sum_own_loss, self._count_by_divisor
                 self._divisor, self._rows_per_sample = found, _count_rows(loader.collate_fn([loader.dataset[0]]))
 
-    def _find_divisor(self, loader: Any, is_short: bool) -> Divisor | None:
+    def _find_divisor(self, loader: Any, is_short: bool) -> Divisor | Terms | None:
         """Find what the trainer's own loss divides by; None for one that is given, or computed as sums, which are checked."""
         if not self._measures and not isinstance(self._loss, HeadLoss):
             return None
@@ -169,9 +170,10 @@ class ExactStep(Trainer):
                 sums = measurement(lambda batch: head(model, self._prepare_inputs(batch))[0], owner=head.name)
                 sums.check_sums(loader.dataset)
                 return None
+        owner = self._find_parent("compute_loss")
         own_loss = measurement(
             lambda batch: self._ask_own_loss(model, self._prepare_inputs(batch)),
-            owner=self._find_parent("compute_loss").__name__,
+            owner=(type(self.accelerator.unwrap_model(model)) if owner is Trainer else owner).__name__,
         )
         return own_loss.find_divisor(loader.dataset)
 
@@ -235,6 +237,15 @@ class ExactStep(Trainer):
             output.metrics[name] = weighted_loss(*totals, weights).item()
         return output
 
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch as the trainer does, and note its sums, also where that computes a loss without `compute_loss`."""
+        num_losses = self._num_losses
+        result = super().prediction_step(model, inputs, *args, **kwargs)
+        if self._num_losses == num_losses and result[0] is not None:
+            with unnoted(self), torch.no_grad(), self.compute_loss_context_manager():
+                self.compute_loss(model, self._prepare_inputs(inputs))
+        return result
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -262,12 +273,17 @@ class ExactStep(Trainer):
         self, model: nn.Module, batch: Any, wants_outputs: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Compute the sums and counts of a batch, and what the model returned, where it is wanted."""
-        if self._measures:
-            counts = self._count_by_divisor(batch)
-            asked = self._ask_own_loss(model, batch, return_outputs=wants_outputs)
-            loss, output = asked if wants_outputs else (asked, None)
-            return loss * counts.to(loss.device), counts, output
         outputs: list = []
+        if self._divisor is not None:
+
+            def ask() -> torch.Tensor:
+                asked = self._ask_own_loss(model, batch, return_outputs=wants_outputs)
+                loss, output = asked if wants_outputs else (asked, None)
+                outputs.append(output)
+                return loss
+
+            counts = self._divisor.count(batch)
+            return self._divisor.take_sums(ask, counts), counts, outputs[-1]
         hook = model.register_forward_hook(lambda _, __, output: outputs.append(output)) if wants_outputs else None
         try:
             sums, counts = check_contract(self._loss(model, batch))

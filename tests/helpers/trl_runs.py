@@ -94,8 +94,8 @@ def make_cases() -> dict[str, tuple[type, type, str, dict]]:
     }
 
 
-REFUSED = ("kto", "cpo", "orpo", "dpo and sft", "aot")
-"""Cases whose loss compares the samples of a batch, or has terms with several numbers of targets."""
+REFUSED = ("kto", "aot")
+"""Cases whose loss compares the samples of a batch."""
 
 
 def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True, num_samples: int = 11, **more: Any):
@@ -121,7 +121,7 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
     return trainer
 
 
-ON_PROCESSES = ("sft", "dpo", "reward")
+ON_PROCESSES = ("sft", "dpo", "orpo")
 
 
 def main(folder: str) -> None:
