@@ -45,6 +45,7 @@ from samestep.contrib.heads.comparison import (
 from samestep.errors import UsageError
 
 PAGE = ROOT / "docs" / "state-of-the-step.md"
+GUIDE = "../../docs/your-trainer.md"
 PARTS = ("heads", "trainers")
 ROUNDING = 1e-5
 """Relative error of a step that is exact."""
@@ -142,7 +143,7 @@ def main() -> None:
     results = {"about": about, "heads": rows, "trainers": trainers}
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "state":
-        PAGE.write_text(markdown(results), encoding="utf-8")
+        PAGE.write_text(markdown(results).replace(GUIDE, Path(GUIDE).name), encoding="utf-8")
 
 
 def explain(refusal: str) -> str:
@@ -205,7 +206,7 @@ def markdown(results: dict[str, Any]) -> str:
     title = "The state of the step"
     body = (
         f"{len(done)} heads of transformers were run in its Trainer, and {len(trainers)} cases of TRL's trainers, beside plain "
-        "PyTorch, in micro-batches of one process. `exact(...)` is [one line](your-trainer.md). A factor k in the gradient is "
+        f"PyTorch, in micro-batches of one process. `exact(...)` is [one line]({GUIDE}). A factor k in the gradient is "
         "hidden by AdamW and by clipping; the logged loss, SGD and the logged norm show it. A mean of means is hidden by "
         "nothing.\n\n"
         "## Heads in Trainer\n\n"

@@ -36,6 +36,7 @@ SHORT = """
     scaling --rounds 1
     sharding
     startup --only pretrain_gpt2 --rounds 1
+    state --only heads --heads BertForSequenceClassification
     templates --num_drawn 2
     timing
     """

@@ -62,16 +62,22 @@ class Mended(transformers.BertForSequenceClassification):
         return outputs
 
 
-def test_verdicts_follow_the_head(monkeypatch):
+class Halved(Mended):
+    factor = 2
+
+
+def test_verdicts_follow_the_head():
     config = tiny.make_config(transformers.BertConfig())
 
-    def build():
-        torch.manual_seed(0)
-        return Mended(config)
+    def compare(made):
+        def build():
+            torch.manual_seed(0)
+            return made(config)
 
-    assert comparison.compare(build, "sequence classification").verdict == comparison.EXACT
-    monkeypatch.setattr(Mended, "factor", 2)
-    found = comparison.compare(build, "sequence classification")
+        return comparison.compare(build, "sequence classification")
+
+    assert compare(Mended).verdict == comparison.EXACT
+    found = compare(Halved)
     assert (found.verdict, found.norms) == (comparison.OTHER, pytest.approx((0.5, 0.5)))
     assert found.exact_error < 1e-6
 

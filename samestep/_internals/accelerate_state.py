@@ -1,11 +1,13 @@
 """The count of micro-batches, and what Accelerate decides by itself."""
 
 import functools
+from collections.abc import Callable
 
 import accelerate.optimizer
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, is_lomo_available
+from torch import nn
 
 
 def begin_step(accelerator: Accelerator, num_done: int = 0) -> None:
@@ -20,6 +22,15 @@ def begin_step(accelerator: Accelerator, num_done: int = 0) -> None:
 def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
     """Return the schedulers that `accelerator.prepare` has wrapped (accelerate 1.15, `_schedulers`)."""
     return accelerator._schedulers
+
+
+def find_original_forwards(model: nn.Module) -> dict[nn.Module, Callable]:
+    """Return the forward that each prepared module had before autocast was put around it (accelerate 1.15, `prepare_model`)."""
+    return {
+        module: module._original_forward
+        for module in model.modules()
+        if "_original_forward" in vars(module) and "forward" in vars(module)
+    }
 
 
 def search_for_lomo_once() -> None:

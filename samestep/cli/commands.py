@@ -145,7 +145,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
             "usage."
         ),
         usage="MODEL ...",
-        examples="check-model BertForSequenceClassification T5ForConditionalGeneration\ncheck-model runs/chats",
+        examples="check-model LlamaForCausalLM\ncheck-model runs/chats",
     ),
     "audit-script": Command(
         answered_by="stepaudit.script:audit_script",

@@ -10,13 +10,14 @@ with what it averaged over. Of these, the terms are those that make the loss, wi
 import dataclasses
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from samestep._internals.python_frames import find_caller
 
 Place = tuple[str, int, int]
 """File and line of a call, and how many came before it from there."""
@@ -56,7 +57,7 @@ class Means(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and not result.ndim and (count := _count_averaged(func, args, kwargs)):
-            place = _find_caller()
+            place = find_caller("/torch/")
             nth = self._counter[place] = self._counter.get(place, -1) + 1
             self.found[*place, nth] = Mean(result, count)
         return result
@@ -81,17 +82,9 @@ def _count_averaged(func: Callable, args: Sequence[Any], kwargs: Mapping[str, An
     return int((target != words["ignore_index"]).sum())
 
 
-def _find_caller() -> tuple[str, int]:
-    """Find the line that called torch: the first outside of it, and of this file."""
-    frame = sys._getframe(2)
-    while frame.f_back and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a loss, and the means within it, answered about some samples.
+    """Answers of a loss, and of the means within it, about some samples.
 
     Attributes:
         loss: float64, and its gradient.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep._internals.accelerate_state import find_original_forwards
 from samestep.errors import UsageError
 from samestep.step.losses import IGNORED
 from samestep.training.loss_terms import Means, Place, ask_means, find_terms
@@ -68,7 +69,7 @@ def count_things(batch: Batch) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Divisor:
-    """What a loss is a mean over: names of `count_things` that were proportional wherever the loss was asked.
+    """The number that a loss is a mean over: names of `count_things`, proportional wherever the loss was asked.
 
     Raises UsageError in `count` where a batch has other proportions, as then it is unknown which one counts.
     """
@@ -96,7 +97,7 @@ class Divisor:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a loss is made of: means, each over something; see `loss_terms`.
+    """The means that a loss is made of, each over something of its own; see `loss_terms`.
 
     Attributes:
         places: of the means, with their factors in the loss.
@@ -130,7 +131,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a loss answered about some samples: itself, a part of its gradient, and what it could be a mean over."""
+    """Answers of a loss about some samples: itself, a part of its gradient, and what it could be a mean over."""
 
     values: tuple[torch.Tensor, ...]
     counts: Mapping[str, int]
@@ -462,10 +463,9 @@ def widened(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if tensor.dtype in SHORT:
                     kept.append((tensor, tensor.data))
                     tensor.data = tensor.data.float()
-            for part in module.modules():
-                if "_original_forward" in vars(part) and "forward" in vars(part):
-                    forwards.append((part, part.forward))
-                    part.forward = part._original_forward
+            for part, forward in find_original_forwards(module).items():
+                forwards.append((part, part.forward))
+                part.forward = forward
         yield
     finally:
         for tensor, data in kept:

@@ -50,7 +50,7 @@ OWN = ("_prepare_inputs", "get_batch_samples", "get_train_dataloader", "_inner_t
 
 
 class ExactStep(Trainer):
-    """What `exact` adds to a trainer: the same step for every cut into micro-batches and processes, and the same `eval_loss`.
+    """The part that `exact` adds to a trainer: the same step for every cut into micro-batches and processes, and `eval_loss`.
 
     Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step). No sample comes twice
     at the end of an epoch. All else is the trainer's.
@@ -109,7 +109,7 @@ class ExactStep(Trainer):
 
     @property
     def loss_divisor(self) -> str:
-        """What the trainer's own loss is a mean over, found before the first step; empty: a loss that is given or computed."""
+        """Names of what the trainer's own loss is a mean over, found before the first step; empty: it is given, or computed."""
         return self._divisor.name if self._divisor else ""
 
     def _find_loss(self) -> tuple[Loss, Callable[[Any], torch.Tensor]]:
@@ -329,7 +329,7 @@ class ExactStep(Trainer):
 
 
 class ExactTrainer(ExactStep, Trainer):
-    __doc__ = (ExactStep.__doc__ or "").replace("What `exact` adds to a trainer: the", "A `Trainer` with the", 1)
+    __doc__ = (ExactStep.__doc__ or "").replace("The part that `exact` adds to a trainer:", "A `Trainer` with", 1)
 
 
 @functools.cache
@@ -369,7 +369,7 @@ def _is_quantized(model: nn.Module) -> bool:
 
 def _refuse_batch_norm(model: nn.Module) -> None:
     """Refuse modules that normalise by the samples of a micro-batch, which no loss can mend. Frozen ones are left alone."""
-    kinds = nn.modules.batchnorm._BatchNorm
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
     if names:
         raise UsageError(

@@ -1,1 +1,1 @@
-"""What Trainer's step is with a head of transformers: `samestep check-model`."""
+"""The step that Trainer takes with a head of transformers: `samestep check-model`."""

@@ -38,7 +38,7 @@ class NotMeasuredError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What Trainer's steps are.
+    """The steps that Trainer takes with a head, as it is and made exact.
 
     Attributes:
         verdict: of Trainer as it is.
