@@ -124,7 +124,7 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path, name
 
 @pytest.mark.distributed
 def test_processes_take_the_same_steps(run_processes):
-    """Steps of 6 samples, the last one of 1 or 3: on 3 processes of which two have none, or all."""
+    """Steps of 6 samples, the last one of 1 or 3: on 3 processes of which two have none, or all. And sharded."""
     (alone,) = run_processes("trl_runs", 1)
     for process in run_processes("trl_runs", 3):
         for name, gradients in alone.items():

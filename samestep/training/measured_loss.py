@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from samestep._internals.accelerate_state import find_original_forwards
 from samestep.errors import UsageError
@@ -28,7 +29,7 @@ from samestep.training.loss_terms import Means, Place, ask_means, find_terms
 Batch = Mapping[str, Any]
 Ask = Callable[[Batch], torch.Tensor]
 NUM_SCANNED = 128
-"""Samples of which numbers are compared, to find some that tell divisors apart."""
+"""Samples of which numbers are compared, from all over the dataset, to find some that tell divisors apart."""
 NUM_ASKED = 3
 """Samples that the loss is asked about, together and in two parts: as few as memory surely has room for."""
 MAX_WATCHED = 2**20
@@ -84,8 +85,8 @@ class Divisor:
         for name, ratio in self.equals.items():
             if abs(counts.get(name, 0) - ratio * counts[self.name]) > 1e-6 * max(1, counts.get(name, 0)):
                 raise UsageError(
-                    f"the loss of {self.owner} is a mean over {self.name} or over {name}: the first {NUM_SCANNED} samples do "
-                    "not tell which, and a batch now has others: put such a sample first, or give loss= and targets="
+                    f"the loss of {self.owner} is a mean over {self.name} or over {name}: {NUM_SCANNED} samples did not tell "
+                    "which, and a batch now has others: give loss= and targets=, and go on from the last checkpoint"
                 )
         return torch.tensor([counts[self.name]])
 
@@ -146,7 +147,8 @@ class Measurement:
         owner: name of the trainer, or of the head, for messages.
         is_coarse: whether it computes in 16 bits.
         most_rows: samples of any length for which memory has room; of more only short ones are asked about.
-        watched: parameters whose gradient is compared, too, and which are moved meanwhile; see `choose_small`.
+        watched: parameters that are moved meanwhile, and whose gradient is compared, too; see `choose_small`.
+        has_gradient: whether it can be asked for; not of a sharded model.
     """
 
     def __init__(
@@ -157,8 +159,10 @@ class Measurement:
         is_coarse: bool = False,
         most_rows: int = NUM_ASKED,
         watched: Sequence[nn.Parameter] = (),
+        has_gradient: bool = True,
     ):
-        self.ask, self.collate, self.owner, self.watched = ask, collate, owner, list(watched)
+        self.ask, self.collate, self.owner = ask, collate, owner
+        self.moved, self.watched = list(watched), list(watched) if has_gradient else []
         self.most_rows = most_rows
         self.tolerance = COARSE if is_coarse else TOLERANCE
 
@@ -179,7 +183,7 @@ class Measurement:
         errors, answers = self._ask(batches)
         if not errors:
             raise UsageError(
-                f"the loss of {self.owner}, or its gradient, is not finite on single samples of the first {NUM_SCANNED}: it "
+                f"the loss of {self.owner}, or its gradient, is not finite on single samples: it "
                 "compares the samples of a batch, or labels miss: give loss= and targets="
             )
         best = min(errors, key=lambda name: (errors[name], _rank(name)))
@@ -204,7 +208,7 @@ class Measurement:
         size = max(last for _, last in batches)
         cuts, counted = [], []
         for direction in (1, -1):
-            with _moved(self.watched, direction):
+            with _moved(self.moved, direction):
                 asked = {place: ask_means(partial(self.ask, batch), self.watched) for place, batch in batches.items()}
             finite = {place for place, found in asked.items() if found.loss[0].isfinite().all()}  # with a target
             parts = [cut for cut in _list_cuts(size) if finite.issuperset(cut)]
@@ -225,7 +229,7 @@ class Measurement:
         """Ask about samples together and in two parts: error of the fit of each divisor, and all answers."""
         size, errors, answers = max(last for _, last in batches), {}, []
         for direction in (1, -1):  # a term that is clamped at 0, as a divergence is, is not 0 in both
-            with _moved(self.watched, direction):
+            with _moved(self.moved, direction):
                 whole = self._answer(batches[0, size])
                 self._check_repetition(whole, batches[0, size])
                 for cut in _list_cuts(size):
@@ -256,7 +260,7 @@ class Measurement:
             return
         samples = self._choose(dataset, 2)
         batches = self._cut(samples)
-        with _moved(self.watched, 1):
+        with _moved(self.moved, 1):
             whole = self._answer(batches[0, len(samples)]).values
             cuts = [[self._answer(batches[place]).values for place in cut] for cut in _list_cuts(len(samples))]
         for parts in cuts:
@@ -277,7 +281,8 @@ class Measurement:
 
     def _choose(self, dataset: Any, size: int) -> list[Any]:
         """Choose a few samples whose numbers are in several proportions, one of them long where memory has room."""
-        scanned = [dataset[number] for number in range(min(len(dataset), NUM_SCANNED))]
+        num_scanned = min(len(dataset), NUM_SCANNED)
+        scanned = [dataset[place * len(dataset) // num_scanned] for place in range(num_scanned)]
         if len(scanned) < size:
             raise UsageError(
                 f"the dataset has {len(scanned)} samples, must have {size} to find what the loss of {self.owner} divides "
@@ -352,17 +357,17 @@ def choose_small(model: nn.Module) -> list[nn.Parameter]:
 @contextlib.contextmanager
 def _moved(parameters: Sequence[nn.Parameter], direction: int) -> Iterator[None]:
     """Move parameters for a while: terms that compare samples may be 0 where a model is its own reference, as at the start."""
-    kept, generator = [parameter.detach().clone() for parameter in parameters], torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter)
-            parameter.add_(direction * noise * (0.3 * parameter.float().square().mean().sqrt() + 0.02).to(parameter))
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in (parameter.detach() for parameter in parameters)]
+    kept, generator = [tensor.clone() for tensor in local], torch.Generator().manual_seed(0)
+    for tensor in local:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+        size = tensor.float().square().mean().sqrt() if tensor.numel() else torch.zeros(())
+        tensor.add_(direction * noise * (0.3 * size + 0.02).to(tensor))
     try:
         yield
     finally:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
+        for tensor, value in zip(local, kept, strict=True):
+            tensor.copy_(value)
 
 
 def _list_cuts(size: int) -> list[list[tuple[int, int]]]:

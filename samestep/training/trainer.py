@@ -59,15 +59,15 @@ class ExactStep(Trainer):
         args, kwargs: arguments of the trainer.
         loss: (model, batch) -> (sums, number of targets): scalars or [terms]. None: the trainer's own. For Trainer's and common
             heads (causal, masked and two-term (BERT) language models, classifiers of sequences and tokens) it is computed from
-            their logits, and compared with the model's own loss on the first micro-batch. For all others, and for trainers with
-            a loss of their own, what it divides by is measured on a few samples (`measured_loss`).
+            their logits, and compared with the model's own loss of a few samples. For all others, and for trainers with a loss
+            of their own, what it divides by is measured on a few samples (`measured_loss`). Both before the first step.
         targets: batch -> number of targets, int or int tensor [terms], or the sum of their weights, floats. None: the trainer's
             own loss knows it; for your `loss` it costs one more forward of each batch, without gradients.
         loss_weights: w_j; default 1.
 
     Raises:
-        UsageError: a loss that is no sum over samples, found in the first step; a dataset without a length; settings that would
-            change the step (`trainer_settings.REFUSED`); modules that normalise by the batch.
+        UsageError: a dataset without a length; settings that would change the step (`trainer_settings.REFUSED`). Before the
+            first step: a loss that is no sum over samples, or depends on padding; modules that normalise by the batch.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ class ExactStep(Trainer):
             collate=collate,
             is_coarse=is_short,
             most_rows=self.args.per_device_train_batch_size,
-            watched=[] if is_sharded(self.accelerator) else choose_small(model),
+            watched=choose_small(model),
+            has_gradient=not is_sharded(self.accelerator),
         )
         if isinstance(head, HeadLoss):
             samples = [loader.dataset[number] for number in range(min(len(loader.dataset), NUM_ASKED))]

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BertConfig,
@@ -89,7 +90,9 @@ class Gradients(TrainerCallback):
         self.all = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.all.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+        self.all.append(torch.cat([gradient.flatten() for gradient in whole]))
 
 
 def make_arguments(folder, **more):

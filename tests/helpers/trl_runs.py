@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from samestep import exact
+from samestep.errors import UsageError
 
 WORDS = [f"w{number}" for number in range(20)]
 OPTIONS = {
@@ -135,5 +136,17 @@ def main(folder: str) -> None:
             )
             trainer.train()
             results[f"{name} {num_samples}"] = torch.stack(trainer.gradients.all)
+    sharded = {
+        "fsdp": "full_shard",
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    }
+    for name in ("sft", "aot"):
+        more = sharded if size > 1 else {}
+        trainer = make_trainer(name, Path(folder) / f"{name}-sharded", 2, 6 // (2 * size), num_samples=7, **more)
+        try:
+            trainer.train()
+            results[f"{name} sharded"] = torch.stack(trainer.gradients.all)
+        except UsageError as error:
+            results[f"{name} sharded, refused"] = torch.tensor(float("is not that of its samples" in str(error)))
     torch.save(results, Path(folder) / f"{rank}.pt")
     os._exit(0)
