@@ -122,20 +122,18 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
     return trainer
 
 
-ON_PROCESSES = ("sft", "dpo", "orpo")
+ON_PROCESSES = (("sft", 9), ("dpo", 7), ("orpo", 7))
+"""Cases, and samples: of 3 processes two have none in the last step, or all have one."""
 
 
 def main(folder: str) -> None:
     disable_progress_bars()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     results = {}
-    for name in ON_PROCESSES:
-        for num_samples in (7, 9):  # of 3 processes one has no sample in the last step, or all have
-            trainer = make_trainer(
-                name, Path(folder) / f"{name}-{num_samples}", 2, 6 // (2 * size), num_samples=num_samples
-            )
-            trainer.train()
-            results[f"{name} {num_samples}"] = torch.stack(trainer.gradients.all)
+    for name, num_samples in ON_PROCESSES:
+        trainer = make_trainer(name, Path(folder) / name, 2, 6 // (2 * size), num_samples=num_samples)
+        trainer.train()
+        results[name] = torch.stack(trainer.gradients.all)
     sharded = {
         "fsdp": "full_shard",
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
