@@ -125,6 +125,9 @@ def test_bad_words(tmp_path, capsys):
 
     assert "did you mean BertForSequenceClassification" in ask("BertForSequenceClasification")
     assert "no configuration could be read" in ask(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": "x"}', encoding="utf-8")
+    assert "no configuration could be read: Validation error for field 'hidden_size'" in ask(str(tmp_path))
+    assert "and no folder" in ask(str(tmp_path / "nothing"))
     transformers.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
     assert "names ViTForImageClassification, which is no head for texts" in ask(str(tmp_path))
     assert "LiltForTokenClassification cannot be checked on texts, in small sizes: " in ask(

@@ -177,7 +177,7 @@ HEADS = {
 }
 
 
-def train_head(folder, made, build, data, b: int, k: int):
+def train_head(folder, made, build, data, b: int, k: int, **more):
     fresh_accelerator()
     torch.manual_seed(0)
     gradients = Gradients()
@@ -186,7 +186,7 @@ def train_head(folder, made, build, data, b: int, k: int):
         fields = {field.name for field in dataclasses.fields(arguments) if field.init}
         given = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
         arguments = transformers.Seq2SeqTrainingArguments(**given)
-    trainer = made(build().double(), arguments, train_dataset=data, callbacks=[gradients])
+    trainer = made(build().double(), arguments, train_dataset=data, callbacks=[gradients], **more)
     trainer.gradients = gradients
     trainer.train()
     return trainer
@@ -259,7 +259,15 @@ def test_what_is_refused_in_the_first_step(tmp_path):
         model.classifier = nn.Sequential(nn.BatchNorm1d(16), model.classifier)
         return model
 
+    class Ignored(Choices):
+        def __getitem__(self, number):
+            return super().__getitem__(number) | {"labels": torch.tensor(-100)}
+
     build = HEADS["choices"][1]
+    with pytest.raises(UsageError, match="its gradient, is not finite on 3 samples together: do labels miss"):
+        train_head(tmp_path, exact(TwiceTheLoss), build, Ignored(), 2, 2)
+    with pytest.raises(UsageError, match="data_collator returned a list, must return a mapping"):
+        train_head(tmp_path, exact(TwiceTheLoss), build, Choices(), 2, 2, data_collator=list)
     for made, model, message in (
         (OtherStep, build, "training_step of OtherStep asked compute_loss 0 times"),
         (Contrast, build, "the loss of Contrast is not that of its samples"),

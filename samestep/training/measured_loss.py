@@ -273,6 +273,11 @@ class Measurement:
                 )
 
     def _check_repetition(self, answer: Answer, batch: Batch) -> None:
+        if not all(value.isfinite().all() for value in answer.values):
+            raise UsageError(
+                f"the loss of {self.owner}, or its gradient, is not finite on {NUM_ASKED} samples together: do labels miss, or "
+                "are all of them -100?"
+            )
         if (error := _find_remainder(answer.values, [self._answer(batch).values])) > self.tolerance:
             raise UsageError(
                 f"the loss of {self.owner} draws at random, also in evaluation: asked twice about the same samples it differs "

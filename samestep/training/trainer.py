@@ -156,6 +156,11 @@ class ExactStep(Trainer):
         if not self._measures and not isinstance(self._loss, HeadLoss):
             return None
         model, collate, head = self.model_wrapped, loader.collate_fn, self._loss
+        if len(loader.dataset) and not isinstance(batch := collate([loader.dataset[0]]), Mapping):
+            raise UsageError(
+                f"data_collator returned a {type(batch).__name__}, must return a mapping from names to tensors; for other "
+                "batches give loss= and targets="
+            )
         measurement = functools.partial(
             Measurement,
             collate=collate,

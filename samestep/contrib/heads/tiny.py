@@ -126,7 +126,7 @@ def find_head(text: str) -> Head:
     if text in heads:
         kind, model_type = heads[text]
         return Head(text, kind, CONFIG_MAPPING[model_type]())
-    if "/" not in text and not Path(text).is_dir():
+    if not Path(text).is_dir() and ("/" not in text or text.startswith((".", "/"))):
         near = get_close_matches(text, heads, n=3)
         hint = f": did you mean {' or '.join(near)}?" if near else ", and no folder"
         raise UsageError(
@@ -134,8 +134,8 @@ def find_head(text: str) -> Head:
         )
     try:
         usual = AutoConfig.from_pretrained(text)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{text}: no configuration could be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of json, of the hub, of values that a configuration checks
+        raise UsageError(f"{text}: no configuration could be read: {' '.join(str(error).split())[:300]}") from None
     names = [name for name in usual.architectures or [] if name in heads]
     if not names:
         raise UsageError(
