@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
+import trl_runs
 from cases import keep
 from common import fresh_accelerator
 from run_own_trainer import Gradients, bert, make_arguments
@@ -18,7 +19,6 @@ from samestep.training import measured_loss
 from samestep.training.loss_terms import Means
 from samestep.training.measured_loss import count_things
 
-trl_runs = pytest.importorskip("trl_runs", reason="needs trl")
 CASES = trl_runs.make_cases()
 EXACT = [name for name in CASES if name not in trl_runs.REFUSED]
 
