@@ -66,11 +66,14 @@ PROGRAMS = {
     "TRL, padding-free": ("sft", "padding_free"),
     "Trainer": ("trainer", "padded"),
     "Trainer, grouped": ("trainer", "grouped"),
+    "exact(Trainer)": ("exact", "padded"),
+    "exact(Trainer), PackedLoss": ("exact", "rows"),
     "TRL DPO": ("dpo", "padded"),
 }
 OWN = ("ours", "floor")
 OTHER_ORDER = ("TRL, packed", "Trainer, grouped")
 SFT = (*OWN, "TRL, padded", "TRL, packed", "Trainer", "Trainer, grouped")
+EXACT = ("exact(Trainer)", "exact(Trainer), PackedLoss")
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft")
 
 
@@ -114,8 +117,8 @@ SHAPE = {
 LARGE = {"vocab_size": 32768}
 DPO = {"train_file": ["WORK/pairs.jsonl"], "objective": "dpo", "train_on": "completions", "weight_decay": 0.0}
 WORKLOADS = {
-    "sft_512": Workload(SHAPE, (*SFT, "TRL, padded, k = 4", "TRL, padding-free")),
-    "sft_32768": Workload(SHAPE | LARGE),
+    "sft_512": Workload(SHAPE, (*SFT, "TRL, padded, k = 4", "TRL, padding-free", *EXACT)),
+    "sft_32768": Workload(SHAPE | LARGE, (*SFT, *EXACT)),
     "lora_32768": Workload(
         SHAPE | LARGE | {"lora_rank": 16, "lora_alpha": 32}, (*OWN, "TRL, padded", "TRL, packed"), ("bf16",)
     ),

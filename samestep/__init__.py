@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ExactTrainer": "samestep.training.trainer",
+    "PackedLoss": "samestep.training.packed_loss",
     "Run": "samestep.training.run",
     "audit_step": "stepaudit",
     "evaluate": "samestep.training.own_loop",

@@ -320,16 +320,14 @@ def chat_folder(module, tmp_path, monkeypatch):
     return chats.harness.write_recipe(tmp_path / "tiny", chats.WORKLOADS["tiny"].values)
 
 
-@pytest.mark.parametrize("num_micro_batches", ["1", "2"])
-def test_a_trainer_is_trained_on_our_samples(module, chat_folder, monkeypatch, num_micro_batches):
+@pytest.mark.parametrize("words", [("trainer", "padded", "1"), ("trainer", "padded", "2"), ("exact", "rows", "2")])
+def test_a_trainer_is_trained_on_our_samples(module, chat_folder, monkeypatch, words):
     """The numbers of trained tokens and the losses of its first steps are ours."""
     monkeypatch.chdir(chat_folder)
     trainers, clock = module("chat_trainers"), module("clock")
     data = trainers.prepare(chat_folder)
     memory = trainers.Memory(chat_folder / "base")
-    trainers.train(
-        chat_folder, clock.Clock("stamps"), memory, "no", "trainer", "padded", num_micro_batches, num_steps=2
-    )
+    trainers.train(chat_folder, clock.Clock("stamps"), memory, "no", *words, num_steps=2)
     _, stamps = clock.read(chat_folder / "stamps")
     assert [stamp.units for stamp in stamps] == data["first_steps"][:2]
     recipe = load(str(chat_folder / "recipe.yaml"))

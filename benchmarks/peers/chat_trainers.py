@@ -1,7 +1,8 @@
 """Trainers of others on conversations, as `benchmarks/chats.py` measures them: FOLDER STAMPS PRECISION TRAINER ROWS [K].
 
-TRAINER is sft (TRL's SFTTrainer) with padded, packed or padding_free rows, dpo (TRL's DPOTrainer) with padded ones, or trainer
-(transformers' Trainer) with rows that are padded in their order, or grouped by length. A step is one micro-batch, or K; packed
+TRAINER is sft (TRL's SFTTrainer) with padded, packed or padding_free rows, dpo (TRL's DPOTrainer) with padded ones, trainer
+(transformers' Trainer) with rows that are padded in their order, or grouped by length, or exact, that Trainer made exact, with
+rows that are padded, or rows, as `PackedLoss` computes them. A step is one micro-batch, or K; packed
 rows are micro-batches of one row, since attention takes the row of all of a micro-batch's rows as one. `ours` and `floor` are
 the script of this repository and its bare step, with the script and its flags instead of ROWS. Beside its stamps a program
 writes STAMPS.base, the resident memory before its first step.
@@ -26,6 +27,7 @@ import torch
 import transformers
 from clock import Clock
 
+import samestep
 from samestep.cut.order import Order
 from samestep.models import adapters, causal_lm
 from samestep.recipe.catalog import load
@@ -184,11 +186,14 @@ def train(
     recipe, dataset = load(str(folder / "recipe.yaml")), datasets.load_from_disk(folder / ROWS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / TOKENIZER)
     model, arguments = build_model(recipe), settings(recipe, precision, int(num_micro_batches), num_steps)
-    collator = {}
-    if trainer == "trainer":
+    collator: dict[str, Any] = {}
+    if trainer in ("trainer", "exact"):
         base, config = transformers.Trainer, transformers.TrainingArguments
         arguments |= {"train_sampling_strategy": "group_by_length"} if rows == "grouped" else {}
         collator = {"data_collator": transformers.DataCollatorForSeq2Seq(tokenizer)}
+        if trainer == "exact":
+            base, arguments["dataloader_drop_last"] = samestep.exact(base), False
+            collator |= {"loss": samestep.PackedLoss(model)} if rows == "rows" else {}
     elif trainer == "dpo":
         from trl import DPOConfig as config
         from trl import DPOTrainer as base

@@ -15,12 +15,15 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from samestep._internals.torch_tracing import is_fake
 from samestep.data.ragged import Rows, Tables, make_rows, make_tables, split_by_length
@@ -176,6 +179,30 @@ def _interface(kernel: str):
 for _kernel in KERNELS:
     # Transformers makes no mask for a kernel that AttentionMaskInterface does not know
     AttentionInterface.register(PREFIX + _kernel, _interface(_kernel))
+
+
+def register_beside(kernel: str, other: str) -> str:
+    """Register a kernel that is one of `KERNELS` within `within`, and transformers' `other`, with its masks, elsewhere.
+
+    Args:
+        kernel: of `KERNELS`.
+        other: name of a kernel that transformers registered, sdpa for example.
+
+    Returns:
+        its name, for `set_attn_implementation`.
+    """
+    inside, outside, mask = _interface(kernel), ALL_ATTENTION_FUNCTIONS[other], ALL_MASK_ATTENTION_FUNCTIONS[other]
+
+    def attention(*arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        return (outside if _current.get() is None else inside)(*arguments, **options)
+
+    def make_mask(*arguments: Any, **options: Any) -> torch.Tensor | None:
+        return mask(*arguments, **options) if _current.get() is None else None
+
+    name = f"{PREFIX}{kernel}_or_{other}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)
+    return name
 
 
 def own_dropout(model: nn.Module) -> None:

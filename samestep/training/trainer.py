@@ -62,7 +62,8 @@ class ExactStep(Trainer):
             their logits, and compared with the model's own loss of a few samples. For all others, and for trainers with a loss
             of their own, what it divides by is measured on a few samples (`measured_loss`). Both before the first step.
         targets: batch -> number of targets, int or int tensor [terms], or the sum of their weights, floats. None: the trainer's
-            own loss knows it; for your `loss` it costs one more forward of each batch, without gradients.
+            own loss knows it, or your `loss` has such a method (`PackedLoss`); else it costs one more forward of each batch,
+            without gradients.
         loss_weights: w_j; default 1.
 
     Raises:
@@ -79,6 +80,7 @@ class ExactStep(Trainer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        targets = targets or getattr(loss, "targets", None)
         problems = find_problems(self.accelerator, type(self).__name__) + find_setting_problems(self.args)
         if self.compute_loss_func is not None:
             problems.append("compute_loss_func is given, but it is not asked for sums: " + REMEDY)

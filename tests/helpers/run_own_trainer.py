@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from samestep import ExactTrainer
+from samestep import ExactTrainer, PackedLoss
 
 SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 NUM_SAMPLES = 11
@@ -140,13 +140,16 @@ def first_gradients(folder, num_processes, **more):
     """Take a step of 8 samples and one of 3."""
     torch.manual_seed(0)
     gradients = Gradients()
+    model = gpt2()
     options = {"loss": more.pop("loss", None), "targets": more.pop("targets", None)}
+    if more.pop("packed", False):
+        options["loss"] = PackedLoss(model)
     arguments = make_arguments(
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=4 // num_processes, **more
     )
     data = [draw("text", number) for number in range(NUM_SAMPLES)]
     callbacks = [gradients]
-    ExactTrainer(gpt2(), arguments, data_collator=collate, train_dataset=data, callbacks=callbacks, **options).train()
+    ExactTrainer(model, arguments, data_collator=collate, train_dataset=data, callbacks=callbacks, **options).train()
     assert len(gradients.all) == 2
     return torch.cat(gradients.all)
 
@@ -161,6 +164,7 @@ def main(folder: str) -> None:
         "weights without targets": first_gradients(own, size, loss=weighted),
         "synchronised": first_gradients(own, size, **synchronised),
         "not even": first_gradients(own, size, accelerator_config={"even_batches": False}),
+        "packed": first_gradients(own, size, packed=True),
         "random": first_gradients(own, size, train_sampling_strategy="random"),
     }
     for head in HEADS:
