@@ -2,24 +2,43 @@
 
     make bench NAME=own_loops
 
-Both compute the same batches: texts of one length, so that no cut saves padding. They take turns, round after round; what
-counts is the median of the rounds' ratios, in CPU seconds of one thread, which other work on the machine disturbs little.
+Both compute the same batches: texts of one length, so that no cut saves padding. What an exact trainer measures before its
+first step is in the round that warms up. They take turns, round after round; what counts is the median of the rounds' ratios,
+in CPU seconds of one thread, which other work on the machine disturbs little.
 """
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
 import harness
 import torch
+import trl
+import trl_runs
 from accelerate import Accelerator
+from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
-from samestep import ExactTrainer, exact_steps, exact_windows
+from samestep import ExactTrainer, exact, exact_steps, exact_windows
 
 LENGTH, VOCAB, B, K, NUM_SAMPLES = 64, 2000, 4, 4, 128
 TEXTS = list(torch.randint(1, VOCAB, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0)))
@@ -79,23 +98,65 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
     return plain_epoch if kind == "before" else exact_epoch
 
 
-def trainer(kind: type[Trainer]) -> Callable[[], None]:
-    """Make an epoch of a Trainer, on BERT's two terms."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
-    model = BertForPreTraining(BertConfig(vocab_size=VOCAB, **sizes))
-    arguments = TrainingArguments(
-        output_dir="/tmp/own_loops",
+def make_arguments(config: type[TrainingArguments], **more: Any) -> Any:
+    """Make the arguments of a trainer, of an epoch that saves and logs nothing."""
+    return config(
+        output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=B,
         gradient_accumulation_steps=K,
         num_train_epochs=1,
         use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        **more,
     )
-    return kind(model, arguments, data_collator=pair, train_dataset=TEXTS).train
+
+
+def trainer(kind: type[Trainer], head: type[PreTrainedModel], collate: Callable[[list], dict]) -> Callable[[], None]:
+    """Make an epoch of a Trainer, on a head of BERT."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+    model = head(BertConfig(vocab_size=VOCAB, **sizes))
+    return kind(model, make_arguments(TrainingArguments), data_collator=collate, train_dataset=TEXTS).train
+
+
+def tune_on_texts(change: Callable[[type], type]) -> Callable[[], None]:
+    """Make an epoch of TRL's SFTTrainer, as `change` makes it."""
+    data = Dataset.from_dict({"input_ids": [(text % 20 + 3).tolist() for text in TEXTS]})
+    arguments, tokenizer = make_arguments(trl.SFTConfig), trl_runs.make_tokenizer()
+    return change(trl.SFTTrainer)(gpt2(), arguments, train_dataset=data, processing_class=tokenizer).train
+
+
+def tune_on_pairs(change: Callable[[type], type]) -> Callable[[], None]:
+    """Make an epoch of TRL's DPOTrainer, as `change` makes it."""
+    words = [[trl_runs.WORDS[int(token) % 20] for token in text] for text in TEXTS]
+    rows = [{"prompt": row[:16], "chosen": row[16:40], "rejected": row[40:]} for row in words]
+    data = Dataset.from_list([{key: " ".join(part) + " " for key, part in row.items()} for row in rows])
+    arguments, tokenizer = make_arguments(trl.DPOConfig), trl_runs.make_tokenizer()
+    more = {"ref_model": gpt2(), "train_dataset": data, "processing_class": tokenizer}
+    return change(trl.DPOTrainer)(gpt2(), args=arguments, **more).train
+
+
+def as_it_is(trainer: type) -> type:
+    return trainer
+
+
+def answer(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    batch = collate(samples)
+    places = batch.pop("labels")[:, :2] % LENGTH
+    return batch | {"start_positions": places[:, 0], "end_positions": places[:, 1]}
+
+
+def classify(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return (batch := collate(samples)) | {"labels": batch["labels"][:, 0] % 2}
+
+
+def compare_trainers(head: type[PreTrainedModel], collate: Callable[[list], dict]) -> tuple:
+    return tuple(trainer(kind, head, collate) for kind in (Trainer, ExactTrainer))
 
 
 CASES = {
@@ -104,7 +165,11 @@ CASES = {
         accelerate_loop("exact_windows"),
     ),
     "exact_steps beside Accelerate's loop, GPT-2": lambda: (accelerate_loop("before"), accelerate_loop("exact_steps")),
-    "ExactTrainer beside Trainer, BERT's two terms": lambda: (trainer(Trainer), trainer(ExactTrainer)),
+    "ExactTrainer beside Trainer, BERT's two terms": lambda: compare_trainers(BertForPreTraining, pair),
+    "ExactTrainer beside Trainer, BERT, classes": lambda: compare_trainers(BertForSequenceClassification, classify),
+    "ExactTrainer beside Trainer, BERT, answers": lambda: compare_trainers(BertForQuestionAnswering, answer),
+    "exact(SFTTrainer) beside SFTTrainer, GPT-2": lambda: (tune_on_texts(as_it_is), tune_on_texts(exact)),
+    "exact(DPOTrainer) beside DPOTrainer, GPT-2": lambda: (tune_on_pairs(as_it_is), tune_on_pairs(exact)),
 }
 
 

@@ -245,6 +245,11 @@ def test_what_is_refused_in_the_first_step(tmp_path):
             loss.backward()
             return loss.detach()
 
+    class Changed(TwiceTheLoss):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs["labels"] = 1 - inputs["labels"]
+            return super().training_step(model, inputs, num_items_in_batch)
+
     class Contrast(TwiceTheLoss):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
@@ -270,6 +275,7 @@ def test_what_is_refused_in_the_first_step(tmp_path):
         train_head(tmp_path, exact(TwiceTheLoss), build, Choices(), 2, 2, data_collator=list)
     for made, model, message in (
         (OtherStep, build, "training_step of OtherStep asked compute_loss 0 times"),
+        (Changed, build, "training_step of Changed changed labels of the batch that was read"),
         (Contrast, build, "the loss of Contrast is not that of its samples"),
         (Noise, build, "the loss of Noise draws at random"),
         (TwiceTheLoss, normalised, "classifier.0 and 0 more of the model's modules normalise by the samples"),
@@ -296,10 +302,13 @@ def test_things_that_are_counted():
         "rows of labels": 2,
         "labels but -100": 3,
         "labels but -100, behind the first of a row": 1,
+        "labels but -100, behind the first of a row, in the first half of the rows": 1,
+        "labels but -100, behind the first of a row, in the second half of the rows": 0,
         "rows of attention_mask": 2,
         "ones of attention_mask": 3,
         "ones of attention_mask, behind the first of a row": 1,
-        "ones of attention_mask, behind the first of a row, of half the rows": 1,
+        "ones of attention_mask, behind the first of a row, in the first half of the rows": 1,
+        "ones of attention_mask, behind the first of a row, in the second half of the rows": 0,
         "rows of pixels": 2,
         "rows of position_ids": 1,
         "beginnings of position_ids": 2,

@@ -4,7 +4,14 @@ import pytest
 import torch
 from common import fresh_accelerator
 from run_own_trainer import NUM_SAMPLES, SIZES, Gradients, bert, collate, draw, gpt2, make_arguments
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from samestep import ExactTrainer, PackedLoss
 from samestep.errors import UsageError

@@ -42,6 +42,10 @@ SHORT = {torch.float16, torch.bfloat16}
 ONE, _ITSELF = "1", "what the mean itself averages"
 
 
+PARTS = {2: ("first half", "second half"), 3: ("first third", "second third", "last third")}
+"""Rows of a sample -> names of what a batch has of each: those of pairs, and of triples."""
+
+
 def count_things(batch: Batch) -> dict[str, int]:
     """Count what a mean could be over, by name: rows, labels, masked positions; and what a sum is over, `ONE`."""
     counts = {ONE: 1}
@@ -51,17 +55,19 @@ def count_things(batch: Batch) -> dict[str, int]:
         counts[f"rows of {name}"] = len(value)
         if value.is_floating_point() or value.is_complex():
             continue
-        shifted = value[..., 1:] if value.ndim > 1 else value
         if "label" in name or "target" in name or (value == IGNORED).any():
-            counts[f"{name} but {IGNORED}"] = int((value != IGNORED).sum())
-            counts[f"{name} but {IGNORED}, behind the first of a row"] = int((shifted != IGNORED).sum())
+            kind, is_counted = f"{name} but {IGNORED}", value != IGNORED
         elif "mask" in name or value.dtype is torch.bool:
-            counts[f"ones of {name}"] = int(value.sum())
-            counts[f"ones of {name}, behind the first of a row"] = int(shifted.sum())
-            if not len(value) % 2:  # preferred answers come first
-                counts[f"ones of {name}, behind the first of a row, of half the rows"] = int(
-                    shifted[: len(value) // 2].sum()
-                )
+            kind, is_counted = f"ones of {name}", value
+        else:
+            kind, is_counted = "", value
+        if kind:
+            counts[kind] = int(is_counted.sum())
+            behind = is_counted[..., 1:] if value.ndim > 1 else is_counted
+            counts[f"{kind}, behind the first of a row"] = int(behind.sum())
+            for number, names in PARTS.items():  # preferred answers first, then the others
+                for part, rows in zip(names, behind.chunk(number), strict=True) if len(value) % number == 0 else ():
+                    counts[f"{kind}, behind the first of a row, in the {part} of the rows"] = int(rows.sum())
         if name == "position_ids":  # of samples that lie end to end
             counts["beginnings of position_ids"] = int((value == 0).sum())
             counts[f"{name} without beginnings"] = int((value != 0).sum())

@@ -103,7 +103,7 @@ class PackedLoss:
         return cross_entropy_sum(logits, labels[places])[None], self._padded.targets(batch)
 
     def _recompute_inside_rows(self) -> None:
-        """Let layers that are computed again in the backward know the row then, too: Trainer chooses to after the constructor."""
+        """Let layers that are computed again in the backward know the row then, too; Trainer turns that on late."""
         if self._causal_lm.is_gradient_checkpointing and not getattr(self, "_recomputes", False):
             recompute_activations(self._causal_lm, {"use_reentrant": False, "context_fn": sequences.recomputation})
             self._recomputes = True

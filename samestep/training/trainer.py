@@ -107,6 +107,7 @@ class ExactStep(Trainer):
         self._placeholder: _Placeholder | None = None
         self._num_windows = self._num_losses = 0
         self._dtype: torch.dtype | None = None
+        self._read: dict[str, Any] = {}  # the micro-batch, as it was read
         self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
 
     @property
@@ -207,10 +208,10 @@ class ExactStep(Trainer):
         self._num_windows += 1
         return batches, total_counts(self.accelerator, convert_counts(local_counts, self._dtype))
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a micro-batch's gradient as the trainer does, of this class's loss and of no other."""
-        num_losses = self._num_losses
-        loss = super().training_step(*args, **kwargs)
+        num_losses, self._read = self._num_losses, dict(inputs) if isinstance(inputs, Mapping) else {}
+        loss = super().training_step(model, inputs, *args, **kwargs)
         if self._num_losses != num_losses + 1:
             raise UsageError(
                 f"training_step of {self._find_parent('training_step').__name__} asked compute_loss "
@@ -263,6 +264,8 @@ class ExactStep(Trainer):
     ) -> Any:
         """Compute a micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
         self._num_losses += 1
+        if model.training:
+            self._check_unchanged(inputs)
         sums, counts, outputs = self._compute_sums(model, inputs, return_outputs)
         counts, scale = counts.view(-1).to(sums.device), 1
         if model.training and num_items_in_batch is not None:
@@ -324,6 +327,17 @@ class ExactStep(Trainer):
         self.model.train()
         return counts
 
+    def _check_unchanged(self, inputs: Any) -> None:
+        """Refuse a micro-batch that is not the one that was read, and counted."""
+        known = {
+            name: value for name, value in self._read.items() if isinstance(value, torch.Tensor) and name in inputs
+        }
+        if other := [name for name, value in known.items() if not _is_same(inputs[name], value)]:
+            raise UsageError(
+                f"training_step of {self._find_parent('training_step').__name__} changed {', '.join(other)} of the batch that "
+                "was read: what a step learns from depends on its cut. Turn off what generates there (GKD: lmbda=0.0)"
+            )
+
     def _check_sums(self, sums: torch.Tensor, counts: torch.Tensor, total: torch.Tensor) -> None:
         if not all(0 < count < math.inf for count in total.tolist()):
             raise UsageError(
@@ -368,6 +382,12 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
     return type(
         f"Exact{trainer.__name__}", (ExactStep, trainer), {"__module__": __name__, "__doc__": ExactStep.__doc__}
     )
+
+
+def _is_same(value: Any, other: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value is other:
+        return value is other
+    return value.shape == other.shape and bool((value == other.to(value.device)).all())
 
 
 def _is_quantized(model: nn.Module) -> bool:

@@ -36,12 +36,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    made.chat_template = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
+    return made
 
 
-def make_model(folder: Path, is_reward: bool = False, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+def make_model(
+    folder: Path, is_reward: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> torch.nn.Module:
     """Make a model of a folder, from which trainers load their reference."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1)
@@ -58,11 +62,20 @@ def text(number: int, kind: int) -> str:
 
 
 def draw(kind: str, num_samples: int) -> Dataset:
-    """Draw texts, answers, pairs or judged answers, all of different lengths."""
+    """Draw texts, answers, chats, pairs, triples or judged answers, all of different lengths."""
     rows: Mapping[str, Any] = {
         "texts": lambda n: {"text": text(n, 0)},
         "answers": lambda n: {"prompt": text(n, 0) + " ", "completion": text(n, 1)},
         "pairs": lambda n: {"prompt": text(n, 0) + " ", "chosen": text(n, 1), "rejected": text(n, 2)},
+        "chats": lambda n: {
+            "messages": [{"role": "user", "content": text(n, 0)}, {"role": "assistant", "content": text(n, 1)}]
+        },
+        "triples": lambda n: {
+            "prompt": text(n, 0) + " ",
+            "chosen": text(n, 1),
+            "rejected": text(n, 2),
+            "reference": text(n, 3),
+        },
         "judged": lambda n: {"prompt": text(n, 0) + " ", "completion": text(n, 1), "label": n % 3 > 0},
     }
     return Dataset.from_list([rows[kind](number) for number in range(num_samples)])
@@ -72,7 +85,9 @@ def make_cases() -> dict[str, tuple[type, type, str, dict]]:
     """Name -> trainer, its arguments' class, kind of data, more arguments."""
     import trl
     from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
 
     sft, dpo = (trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)
     kto, cpo = (trl.KTOTrainer, trl.KTOConfig), (CPOTrainer, CPOConfig)
@@ -91,6 +106,8 @@ def make_cases() -> dict[str, tuple[type, type, str, dict]]:
         "cpo": (*cpo, "pairs", {}),
         "orpo": (ORPOTrainer, ORPOConfig, "pairs", {}),
         "dpo and sft": (*dpo, "pairs", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}),
+        "tpo": (TPOTrainer, TPOConfig, "triples", {}),
+        "gkd": (GKDTrainer, GKDConfig, "chats", {"lmbda": 0.0}),
         "aot": (*dpo, "pairs", {"loss_type": "aot"}),
     }
 
@@ -109,6 +126,9 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
         output_dir=str(folder / "run"), per_device_train_batch_size=b, gradient_accumulation_steps=k, **options
     )
     data, gradients = draw(kind, num_samples), Gradients()
+    if trainer_class.__name__ == "GKDTrainer":
+        given["teacher_model"] = make_model(folder / f"teacher-{dtype}", dtype=dtype, seed=1)
+        arguments.remove_unused_columns = False
     trainer = (exact(trainer_class) if is_exact else trainer_class)(
         model=make_model(folder / f"model-{dtype}", name == "reward", dtype),
         args=arguments,
