@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from samestep.errors import UsageError
+from samestep.recipe.extras import require_release
 from samestep.step.accumulate import total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
@@ -47,6 +49,10 @@ Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 
 OWN = ("_prepare_inputs", "get_batch_samples", "get_train_dataloader", "_inner_training_loop", "_run_epoch")
 """Methods of Trainer that decide which samples a step has: a trainer with its own ones draws, or makes, its samples itself."""
+
+
+PACKAGES = frozenset(["transformers", "trl"])
+"""Packages of trainers that are made exact; `samestep.recipe.extras` has their oldest releases."""
 
 
 class ExactStep(Trainer):
@@ -102,8 +108,12 @@ class ExactStep(Trainer):
             loss, targets = self._find_loss()
         self._loss, self._targets, self._weights = loss, targets, loss_weights
         self.loss_is_scaled_for_ga = True
+        if not hasattr(
+            Trainer, "loss_is_scaled_for_ga"
+        ):  # transformers before 5.19 divides by k unless the model counts
+            self.model_accepts_loss_kwargs = True
         self._placeholder: _Placeholder | None = None
-        self._num_windows = self._num_losses = 0
+        self._num_windows, self._losses = 0, (0, torch.zeros(()))  # how many were computed, and the last one
         self._dtype: torch.dtype | None = None
         self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
 
@@ -207,12 +217,18 @@ class ExactStep(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a micro-batch's gradient as the trainer does, of this class's loss and of no other."""
-        num_losses = self._num_losses
+        before = self._losses[0]
         loss = super().training_step(*args, **kwargs)
-        if self._num_losses != num_losses + 1:
+        num_losses, computed = self._losses[0] - before, self._losses[1]
+        if num_losses != 1:
             raise UsageError(
-                f"training_step of {self._find_parent('training_step').__name__} asked compute_loss "
-                f"{self._num_losses - num_losses} times for a micro-batch, must be once: its gradient is not that of one loss"
+                f"training_step of {self._find_parent('training_step').__name__} asked compute_loss {num_losses} times for a "
+                "micro-batch, must be once: its gradient is not that of one loss"
+            )
+        if self._num_windows == 1 and not torch.allclose(loss, computed.to(loss), equal_nan=True):
+            raise UsageError(
+                f"training_step of {self._find_parent('training_step').__name__} made {loss.item():.6g} of a loss of "
+                f"{computed.item():.6g}, must leave it as it is: it would scale the gradient, too"
             )
         return loss
 
@@ -245,9 +261,9 @@ class ExactStep(Trainer):
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch as the trainer does, and note its sums, also where that computes a loss without `compute_loss`."""
-        num_losses = self._num_losses
+        num_losses = self._losses[0]
         result = super().prediction_step(model, inputs, *args, **kwargs)
-        if self._num_losses == num_losses and result[0] is not None:
+        if self._losses[0] == num_losses and result[0] is not None:
             with unnoted(self), torch.no_grad(), self.compute_loss_context_manager():
                 self.compute_loss(model, self._prepare_inputs(inputs))
         return result
@@ -260,7 +276,6 @@ class ExactStep(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         """Compute a micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
-        self._num_losses += 1
         sums, counts, outputs = self._compute_sums(model, inputs, return_outputs)
         counts, scale = counts.view(-1).to(sums.device), 1
         if model.training and num_items_in_batch is not None:
@@ -273,6 +288,7 @@ class ExactStep(Trainer):
         sums = sums.view(-1) * 0 if isinstance(inputs, _Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
         loss = weighted_loss(sums, counts, weights) * scale
+        self._losses = self._losses[0] + 1, loss.detach()
         return (loss, outputs) if return_outputs else loss
 
     def _compute_sums(
@@ -350,12 +366,15 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
         a subclass of it and of `ExactStep`, which says what its constructor takes besides; `ExactTrainer` for `Trainer`.
 
     Raises:
-        UsageError: no class of trainers, or one that draws or makes the samples of a step itself, as GRPO's does.
+        UsageError: no class of trainers, one that draws or makes the samples of a step itself, as GRPO's does, or one of a TRL
+            that is older than what is tried.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise UsageError(f"trainer is {trainer!r}, must be a class that inherits from transformers.Trainer")
     if issubclass(trainer, ExactStep):
         return trainer
+    for package in sorted(PACKAGES & {parent.__module__.partition(".")[0] for parent in trainer.__mro__}):
+        require_release(package, sys.modules[package].__version__, f"exact({trainer.__name__})")
     if trainer is Trainer:
         return ExactTrainer
     if own := [name for name in OWN if getattr(trainer, name, None) is not getattr(Trainer, name, None)]:
