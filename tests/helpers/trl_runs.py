@@ -109,8 +109,10 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
         output_dir=str(folder / "run"), per_device_train_batch_size=b, gradient_accumulation_steps=k, **options
     )
     data, gradients = draw(kind, num_samples), Gradients()
+    model = make_model(folder / f"model-{dtype}", name == "reward", dtype)
+    torch.manual_seed(0)  # adapters are drawn when a trainer is made, and not all of TRL's seed that
     trainer = (exact(trainer_class) if is_exact else trainer_class)(
-        model=make_model(folder / f"model-{dtype}", name == "reward", dtype),
+        model=model,
         args=arguments,
         train_dataset=data,
         eval_dataset=data,
