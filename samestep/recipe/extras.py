@@ -32,7 +32,7 @@ EXTRAS = {
     "images": {"PIL": "pillow", "captcha": "captcha==0.7.1"} | _DATA | {"sklearn": "scikit-learn"},
     "plots": {"matplotlib": "matplotlib"},
     "adapters": {"peft": "peft>=0.21"},
-    "quantized": {"bitsandbytes": "bitsandbytes>=0.46"},
+    "quantized": {"bitsandbytes": "bitsandbytes>=0.50"},
     "replicas": {"torchft": "torchft>=0.2"},
     "trl": {"trl": "trl>=1.12"},
 }
