@@ -238,6 +238,21 @@ def test_what_cannot_be_made_exact():
         exact(trl.GRPOTrainer)
 
 
+def test_a_trainer_of_an_older_trl_is_refused(monkeypatch):
+    """Also one that inherits from it."""
+    import trl
+
+    class Mine(trl.SFTTrainer):
+        pass
+
+    monkeypatch.setattr(trl, "__version__", "1.11.0")
+    message = r"^exact\(Mine\) needs trl 1\.12 or newer, 1\.11\.0 is installed: pip install 'trl>=1\.12'$"
+    with pytest.raises(UsageError, match=message):
+        exact(Mine)
+    monkeypatch.setattr(trl, "__version__", "1.12.0")
+    assert issubclass(exact(Mine), Mine)
+
+
 def test_what_is_refused_in_the_first_step(tmp_path):
     class OtherStep(TwiceTheLoss):
         def training_step(self, model, inputs, num_items_in_batch=None):
@@ -249,6 +264,10 @@ def test_what_is_refused_in_the_first_step(tmp_path):
         def training_step(self, model, inputs, num_items_in_batch=None):
             inputs["labels"] = 1 - inputs["labels"]
             return super().training_step(model, inputs, num_items_in_batch)
+
+    class Divided(TwiceTheLoss):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs) / self.args.gradient_accumulation_steps
 
     class Contrast(TwiceTheLoss):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -276,6 +295,7 @@ def test_what_is_refused_in_the_first_step(tmp_path):
     for made, model, message in (
         (OtherStep, build, "training_step of OtherStep asked compute_loss 0 times"),
         (Changed, build, "training_step of Changed changed labels of the batch that was read"),
+        (Divided, build, r"training_step of Divided made \S+ of a loss of \S+, must leave it"),
         (Contrast, build, "the loss of Contrast is not that of its samples"),
         (Noise, build, "the loss of Noise draws at random"),
         (TwiceTheLoss, normalised, "classifier.0 and 0 more of the model's modules normalise by the samples"),

@@ -33,6 +33,7 @@ PARTS = {
     "stability": ("docs/first-runs.md", "stability", "part"),
     "templates": ("docs/language-models.md", "templates", "part"),
     "time": ("docs/planner.md", "timing", "describe"),
+    "versions": ("docs/install.md", "versions", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
 }
 
@@ -77,6 +78,7 @@ def test_their_examples(programs):
     assert doctest.testmod(harness).failed == 0
     assert doctest.testmod(programs["stability"]).failed == 0
     assert doctest.testmod(programs["reproducible"]).failed == 0
+    assert doctest.testmod(programs["versions"]).failed == 0
 
 
 def test_every_cut_keeps_the_rule_of_the_grid(programs):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -31,8 +32,9 @@ EXTRAS = {
     "images": {"PIL": "pillow", "captcha": "captcha==0.7.1"} | _DATA | {"sklearn": "scikit-learn"},
     "plots": {"matplotlib": "matplotlib"},
     "adapters": {"peft": "peft>=0.21"},
-    "quantized": {"bitsandbytes": "bitsandbytes>=0.46"},
+    "quantized": {"bitsandbytes": "bitsandbytes>=0.50"},
     "replicas": {"torchft": "torchft>=0.2"},
+    "trl": {"trl": "trl>=1.12"},
 }
 """Extra -> the packages that it brings: the name under which each is imported -> what pip is told, as in pyproject.toml."""
 
@@ -70,6 +72,33 @@ def require_for_training(task: str, extra: str | None, settings: Any) -> None:
         require(extra, f"the task {task}")
     if settings.report_to != "none" and find_spec(settings.report_to) is None:
         raise UsageError(f"report_to is {settings.report_to}, which is not installed: pip install {settings.report_to}")
+
+
+def require_release(package: str, installed: str, purpose: str) -> None:
+    """Check that a package is no older than what pip is asked for.
+
+    Args:
+        package: one of `DEPENDENCIES`, or of the packages of an extra, with a lower bound.
+        installed: its version.
+        purpose: what needs it, for the message.
+
+    Raises:
+        UsageError: it is older.
+
+    >>> require_release("trl", "1.12.0.dev0", "exact(SFTTrainer)")
+    >>> require_release("trl", "1.9.2", "exact(SFTTrainer)")
+    Traceback (most recent call last):
+    samestep.errors.UsageError: exact(SFTTrainer) needs trl 1.12 or newer, 1.9.2 is installed: pip install 'trl>=1.12'
+    """
+    line = next(packages[package] for packages in (DEPENDENCIES, *EXTRAS.values()) if package in packages)
+    oldest = line.partition(">=")[2]
+    if _to_numbers(installed)[: oldest.count(".") + 1] < _to_numbers(oldest):
+        remedy = shlex.join(["pip", "install", line])
+        raise UsageError(f"{purpose} needs {package} {oldest} or newer, {installed} is installed: {remedy}")
+
+
+def _to_numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 @contextlib.contextmanager

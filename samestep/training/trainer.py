@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from samestep.errors import UsageError
+from samestep.recipe.extras import require_release
 from samestep.step.accumulate import total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
@@ -32,6 +34,7 @@ from samestep.training.measured_loss import (
     unnoted,
     widened,
 )
+from samestep.training.micro_batch_watch import MicroBatchWatch
 from samestep.training.own_loop import (
     SUM,
     agree_on_dtype,
@@ -47,6 +50,10 @@ Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 
 OWN = ("_prepare_inputs", "get_batch_samples", "get_train_dataloader", "_inner_training_loop", "_run_epoch")
 """Methods of Trainer that decide which samples a step has: a trainer with its own ones draws, or makes, its samples itself."""
+
+
+PACKAGES = frozenset(["transformers", "trl"])
+"""Packages of trainers that are made exact; `samestep.recipe.extras` has their oldest releases."""
 
 
 class ExactStep(Trainer):
@@ -104,10 +111,11 @@ class ExactStep(Trainer):
             loss, targets = self._find_loss()
         self._loss, self._targets, self._weights = loss, targets, loss_weights
         self.loss_is_scaled_for_ga = True
+        if not hasattr(Trainer, "loss_is_scaled_for_ga"):
+            self.model_accepts_loss_kwargs = True  # transformers before 5.19 divides by k unless the model counts
         self._placeholder: _Placeholder | None = None
-        self._num_windows = self._num_losses = 0
+        self._num_windows, self._watch = 0, MicroBatchWatch()
         self._dtype: torch.dtype | None = None
-        self._read: dict[str, Any] = {}  # the micro-batch, as it was read
         self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
 
     @property
@@ -210,13 +218,12 @@ class ExactStep(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a micro-batch's gradient as the trainer does, of this class's loss and of no other."""
-        num_losses, self._read = self._num_losses, dict(inputs) if isinstance(inputs, Mapping) else {}
+        self._watch.read(inputs)
+        before, owner = self._watch.num_losses, self._find_parent("training_step").__name__
         loss = super().training_step(model, inputs, *args, **kwargs)
-        if self._num_losses != num_losses + 1:
-            raise UsageError(
-                f"training_step of {self._find_parent('training_step').__name__} asked compute_loss "
-                f"{self._num_losses - num_losses} times for a micro-batch, must be once: its gradient is not that of one loss"
-            )
+        self._watch.check_number(before, owner)
+        if self._num_windows == 1:
+            self._watch.check_scale(loss, owner)
         return loss
 
     def evaluation_loop(
@@ -248,9 +255,9 @@ class ExactStep(Trainer):
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch as the trainer does, and note its sums, also where that computes a loss without `compute_loss`."""
-        num_losses = self._num_losses
+        num_losses = self._watch.num_losses
         result = super().prediction_step(model, inputs, *args, **kwargs)
-        if self._num_losses == num_losses and result[0] is not None:
+        if self._watch.num_losses == num_losses and result[0] is not None:
             with unnoted(self), torch.no_grad(), self.compute_loss_context_manager():
                 self.compute_loss(model, self._prepare_inputs(inputs))
         return result
@@ -263,9 +270,8 @@ class ExactStep(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         """Compute a micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
-        self._num_losses += 1
         if model.training:
-            self._check_unchanged(inputs)
+            self._watch.check_unchanged(inputs, self._find_parent("training_step").__name__)
         sums, counts, outputs = self._compute_sums(model, inputs, return_outputs)
         counts, scale = counts.view(-1).to(sums.device), 1
         if model.training and num_items_in_batch is not None:
@@ -278,6 +284,7 @@ class ExactStep(Trainer):
         sums = sums.view(-1) * 0 if isinstance(inputs, _Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
         loss = weighted_loss(sums, counts, weights) * scale
+        self._watch.computed(loss)
         return (loss, outputs) if return_outputs else loss
 
     def _compute_sums(
@@ -327,17 +334,6 @@ class ExactStep(Trainer):
         self.model.train()
         return counts
 
-    def _check_unchanged(self, inputs: Any) -> None:
-        """Refuse a micro-batch that is not the one that was read, and counted."""
-        known = {
-            name: value for name, value in self._read.items() if isinstance(value, torch.Tensor) and name in inputs
-        }
-        if other := [name for name, value in known.items() if not _is_same(inputs[name], value)]:
-            raise UsageError(
-                f"training_step of {self._find_parent('training_step').__name__} changed {', '.join(other)} of the batch that "
-                "was read: what a step learns from depends on its cut. Turn off what generates there (GKD: lmbda=0.0)"
-            )
-
     def _check_sums(self, sums: torch.Tensor, counts: torch.Tensor, total: torch.Tensor) -> None:
         if not all(0 < count < math.inf for count in total.tolist()):
             raise UsageError(
@@ -366,12 +362,15 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
         a subclass of it and of `ExactStep`, which says what its constructor takes besides; `ExactTrainer` for `Trainer`.
 
     Raises:
-        UsageError: no class of trainers, or one that draws or makes the samples of a step itself, as GRPO's does.
+        UsageError: no class of trainers, one that draws or makes the samples of a step itself, as GRPO's does, or one of a TRL
+            that is older than what is tried.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise UsageError(f"trainer is {trainer!r}, must be a class that inherits from transformers.Trainer")
     if issubclass(trainer, ExactStep):
         return trainer
+    for package in sorted(PACKAGES & {parent.__module__.partition(".")[0] for parent in trainer.__mro__}):
+        require_release(package, sys.modules[package].__version__, f"exact({trainer.__name__})")
     if trainer is Trainer:
         return ExactTrainer
     if own := [name for name in OWN if getattr(trainer, name, None) is not getattr(Trainer, name, None)]:
@@ -382,12 +381,6 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
     return type(
         f"Exact{trainer.__name__}", (ExactStep, trainer), {"__module__": __name__, "__doc__": ExactStep.__doc__}
     )
-
-
-def _is_same(value: Any, other: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or value is other:
-        return value is other
-    return value.shape == other.shape and bool((value == other.to(value.device)).all())
 
 
 def _is_quantized(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from samestep.recipe.catalog import TASKS, catalog_names, load
 
 ROOT = Path(__file__).parents[2]
+TRANSFORMERS = tuple(int(number) for number in version("transformers").split(".")[:2])
+"""Release of transformers, without its patch: a fault that it has mended is not expected of it."""
 PLANNED = [name for name in catalog_names() if load(name).parts.shape is not None]
 """Recipes of the catalog that the planner has a formula for."""
 # Models that train in moments; what a flag does not set is the recipe's.

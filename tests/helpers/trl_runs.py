@@ -129,8 +129,10 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
     if trainer_class.__name__ == "GKDTrainer":
         given["teacher_model"] = make_model(folder / f"teacher-{dtype}", dtype=dtype, seed=1)
         arguments.remove_unused_columns = False
+    model = make_model(folder / f"model-{dtype}", name == "reward", dtype)
+    torch.manual_seed(0)  # adapters are drawn when a trainer is made, and not all of TRL's seed that
     trainer = (exact(trainer_class) if is_exact else trainer_class)(
-        model=make_model(folder / f"model-{dtype}", name == "reward", dtype),
+        model=model,
         args=arguments,
         train_dataset=data,
         eval_dataset=data,
