@@ -1,6 +1,5 @@
 """Accelerate: a window is a mean over what its micro-batches hold, whatever their number and sizes."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -11,7 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import find_batch_size
 
 ITERATE = DataLoaderShard.__iter__
-ACCUMULATE = Accelerator.accumulate
+ACCUMULATE, BACKWARD = Accelerator.accumulate, Accelerator.backward
 
 
 # page: accumulate
@@ -27,8 +26,8 @@ def accumulate(self, *models, targets=None):
 
 def backward(self, loss, **options):
     if self.targets is None:  # outside of `accumulate`
-        return loss.backward(**options)
-    (loss * self.targets).backward(**options)  # a sum: its divisor is known at the end of the window
+        return BACKWARD(self, loss, **options)
+    BACKWARD(self, loss * self.targets * self.gradient_accumulation_steps, **options)  # a sum: its divisor comes last
     self.num_targets = self.num_targets + self.targets
     if self.sync_gradients:
         total = self.reduce(torch.as_tensor(self.num_targets, dtype=torch.float64), "sum").item()
@@ -49,7 +48,6 @@ def iterate(self):
 @contextmanager
 def mended() -> Iterator[None]:
     """Let the installed Accelerator have these methods."""
-    assert "targets" not in inspect.signature(ACCUMULATE).parameters
     methods = {"accumulate": accumulate, "backward": backward}
     with (
         mock.patch.multiple(Accelerator, **methods, targets=None, num_targets=0, create=True),

@@ -40,9 +40,8 @@ def weigh_by_terms(trainer_class: type, pair_loss: str, token_labels: str) -> di
     losses_of = getattr(trainer_class, pair_loss)
 
     def count(batch):
-        tokens = batch[f"chosen_{token_labels}"][:, 1:]
-        is_token = tokens == 1 if "mask" in token_labels else tokens != -100
-        return torch.tensor([is_token.sum(), len(tokens)])
+        tokens = batch[f"chosen_{token_labels}"][:, 1:]  # a mask, or labels
+        return torch.tensor([(tokens != (0 if "mask" in token_labels else -100)).sum(), len(tokens)])
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, number = samples(self, epoch_iterator, num_batches, device)
@@ -56,8 +55,8 @@ def weigh_by_terms(trainer_class: type, pair_loss: str, token_labels: str) -> di
         return (*found[:4], found[4] * self.weights[0], *found[5:])
 
     def weighed(self, *args):
-        losses, *others = losses_of(self, *args)
-        return (losses * self.weights[1], *others)
+        found = losses_of(self, *args)
+        return (found[0] * self.weights[1], *found[1:])
 
     return {"get_batch_samples": get_batch_samples, "concatenated_forward": concatenated_forward, pair_loss: weighed}
 

@@ -1,7 +1,8 @@
-"""Runs a reproduction of studies/ as it stands, with a proposal of studies/upstream applied, or changed; see `forked.Server`."""
+"""Runs a reproduction of studies/ as it stands, changed, or with a proposal of studies/upstream; see `forked.Server`."""
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ def main(folder: str, name: str, proposal: str, changes: str) -> None:
     program = Path(f"{name}-{rank}.py")
     program.write_text(text, encoding="utf-8")
     sys.path.insert(0, str(STUDIES / "upstream"))
-    printed, code = open(f"printed-{rank}", "w+", encoding="utf-8"), 0
+    printed, code = io.StringIO(), 0
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(printed):
         if proposal:
             stack.enter_context(importlib.import_module(proposal).mended())
@@ -36,7 +37,6 @@ def main(folder: str, name: str, proposal: str, changes: str) -> None:
             exec(compile(text, str(program), "exec"), {"__name__": "__main__", "__file__": str(program)})
         except SystemExit as end:
             code = int(end.code or 0)
-    printed.seek(0)
-    lines = [line for line in printed.read().splitlines() if line.startswith(("wrong:", "right:"))]
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith(("wrong:", "right:"))]
     Path(f"{rank}.json").write_text(json.dumps({"line": lines[-1], "code": code}), encoding="utf-8")
     os._exit(0)
