@@ -95,9 +95,10 @@ def test_the_page_shows_the_proposals():
         assert "mended" in {node.name for node in functions}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.parametrize("proposal", [name if name == "accelerate_windows" else thorough(name) for name in AUDITED])
-def test_the_audit_says_exact_with_a_proposal(server, proposal, monkeypatch):
+@pytest.mark.parametrize("proposal", AUDITED)
+def test_the_audit_says_exact_with_a_proposal(server, proposal):
     """Of programs that are not ours to change, in 4 x 4 micro-batches beside 16 x 1, the last window of an epoch included."""
     program, *words = AUDITED[proposal]
     wrapper = [str(ROOT / "tests" / "helpers" / "run_mended.py"), proposal]
