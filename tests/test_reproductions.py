@@ -1,6 +1,7 @@
 """Every reproduction of studies/ says today what its README says, and with the proposals of docs/upstream.md what that says."""
 
 import ast
+import doctest
 import importlib
 import re
 import sys
@@ -112,3 +113,7 @@ def test_the_audit_says_exact_with_a_proposal(server, proposal):
     assert not is_exact
     assert causes
     assert audit(wrapper) == (True, set())
+
+
+def test_examples_of_the_report():
+    assert doctest.testmod(report).failed == 0
