@@ -208,7 +208,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{len(done)} heads of transformers were run in its Trainer, and {len(trainers)} cases of TRL's trainers, beside plain "
         f"PyTorch, in micro-batches of one process. `exact(...)` is [one line]({GUIDE}). A factor k in the gradient is "
         "hidden by AdamW and by clipping; the logged loss, SGD and the logged norm show it. A mean of means is hidden by "
-        "nothing.\n\n"
+        f"nothing. How the libraries could mend them: [upstream]({GUIDE}#what-libraries-could-do).\n\n"
         "## Heads in Trainer\n\n"
         f"{harness.table(columns, table)}\n"
         "*k times*: the gradient is the sum of the micro-batches' means, k of them: `**kwargs` takes the number of targets, "

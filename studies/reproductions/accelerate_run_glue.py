@@ -1,0 +1,29 @@
+"""Trainings as run_glue_no_trainer does them: step % k == 0 is so at the first micro-batch, which is a step of its own."""
+
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector as flatten
+from torch.utils.data import DataLoader, TensorDataset
+
+b, k = 2, 4
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 3).double()
+inputs, labels = torch.randn(b * k, 8).double(), torch.arange(b * k) % 3
+loss = cross_entropy(model(inputs), labels)
+truth, before = flatten(torch.autograd.grad(loss, model.parameters())), flatten(model.parameters()).detach()
+
+accelerator = Accelerator(cpu=True)
+loader, optimizer = DataLoader(TensorDataset(inputs, labels), b), torch.optim.SGD(model.parameters(), lr=1.0)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for step, (x, y) in enumerate(loader):
+    accelerator.backward(cross_entropy(model(x), y) / k)
+    if step % k == 0 or step == len(loader) - 1:
+        optimizer.step()
+        break  # after the first step
+taken = before - flatten(model.parameters()).detach()  # SGD with rate 1 took off the gradient
+error = ((taken - truth).norm() / truth.norm()).item()
+print("wrong:" if error > 1e-5 else "right:", f"gradient with an error of {error:.2g}")
+sys.exit(error > 1e-5)
