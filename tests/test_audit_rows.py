@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from stepaudit.batches import Batches, DrawnBatch
 from stepaudit.micro_batch import describe_call, has_restarts, names_owners
@@ -138,3 +139,20 @@ def test_a_decoder_is_not_asked_by_the_padding_of_the_encoder(has_decoder):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     output.sum().backward()
     assert ask_padding(model, (), {"input_ids": mask, "attention_mask": mask}, [output], 2) is not has_decoder
+
+
+class Noise:
+    """Collates to a number that the global generator draws."""
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.rand(1)
+
+
+def test_a_collating_object_that_is_asked_again_leaves_the_generators():
+    def draw() -> list[float]:
+        torch.manual_seed(0)
+        return [float(batch) for batch in DataLoader(range(6), batch_size=2, collate_fn=Noise())]
+
+    expected = draw()
+    with Recorder(1):
+        assert draw() == expected
