@@ -37,15 +37,18 @@ def test_verdicts_follow_from_the_numbers(benchmark, results):
             is_exact = all(error is not None and error <= benchmark.TOLERANCE for error in run["errors"])
             causes = {finding["cause"] for finding in run["findings"]} - HARMLESS
             assert is_exact or causes, row["loop"]
-            assert not is_exact or causes <= {"shifted_labels", "dropped"}, row["loop"]
+            assert not is_exact or causes <= {"shifted_labels", "dropped", "num_steps"}, row["loop"]
 
 
-def test_a_plain_computation_agrees_with_every_verdict(results):
+def test_a_plain_computation_agrees_with_every_verdict(benchmark, results):
+    """Where it does not, the page says so."""
     disagreeing = [
         (row["loop"], run["layout"])
         for row in results["rows"]
         for run in row["runs"]
-        if "failure" not in run and not run["check"]["agrees"]
+        if "failure" not in run
+        and not run["check"]["agrees"]
+        and benchmark.ERRS not in benchmark.NOTES.get(row["loop"], "")
     ]
     assert disagreeing == []
 
@@ -60,6 +63,7 @@ def test_what_other_packages_are_needed_is_pinned(benchmark):
     }
     libraries = {library for loop in benchmark.LOOPS.values() for library in loop.libraries}
     assert libraries <= pinned
+    assert benchmark.NOTES.keys() <= benchmark.LOOPS.keys()
 
 
 def test_the_page_shows_the_results(benchmark, results):

@@ -15,7 +15,7 @@ warnings.simplefilter("ignore")
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-mode = sys.argv.pop(1)  # grpo, dapo, dr_grpo, bnpo, rloo, distillation or gkd
+mode = sys.argv.pop(1)  # grpo, dapo, bnpo, rloo, distillation or gkd
 
 
 def reward(completions, **_):
