@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -282,7 +283,8 @@ ERRS = "the audit errs here"
 # What the code of a loop, or the plain computation, shows beside the table.
 NOTES = {
     "TRL GKDTrainer, given answers": f"{ERRS}; by the plain computation 4 x 4 is exact, and the error on two processes is 0.5",
-    "TRL GRPOTrainer, BNPO": "the samples of a generation are drawn once per micro-batch, and used once: not `duplicated`",
+    "TRL GRPOTrainer, BNPO": "plainly 0.1 / 0.064 in 4 x 4: a mean over the tokens of each micro-batch; the samples of a "
+    "generation are drawn once per micro-batch, and used once, which the audit takes for `duplicated`",
     "sentence-transformers, cached negatives": "the other samples of the micro-batch are the negatives, fewer in a smaller one",
     "sentence-transformers, batch-hard triplets": "plainly, too, the processes step by different gradients: none is averaged",
     "sentence-transformers, cross-encoder": "two processes fail without the audit, too",
@@ -492,14 +494,17 @@ def overview(results: dict, root: str, guide: str) -> str:
     for group in dict.fromkeys(LOOPS[row["loop"]].group for row in cut_rows):
         numbers = [sum(LOOPS[row["loop"]].group == group for row in part) for part in (exact_rows, cut_rows)]
         groups.append(f"{group} {numbers[0]} of {numbers[1]}")
+    summary = (
+        f"On one process, in micro-batches, {len(exact_rows)} of {len(cut_rows)} loops take the step of the whole batch, the "
+        f"last window of the epoch included: {', '.join(groups)}."
+    )
     checks = [run["check"]["agrees"] for row in rows for run in row["runs"] if "check" in run]
     measured_titles = {row["loop"] for row in rows}
     missing = [title for title in LOOPS if title not in measured_titles]
     absent = f"Not installed here, and never measured: {', '.join(missing)}.\n" if missing else ""
     columns = "loop | with | error in 4 x 4 micro-batches, first / last step | on two processes of 8 | causes | checked plainly"
     return (
-        f"On one process, in micro-batches, {len(exact_rows)} of {len(cut_rows)} loops take the step of the whole batch, the\n"
-        f"last window of the epoch included: {', '.join(groups)}.\n"
+        f"{textwrap.fill(summary, 126)}\n"
         f"A plain computation of the same gradients, without the audit, agrees with {sum(checks)} of {len(checks)} verdicts.\n"
         f"{absent}\n"
         f"{harness.table(columns, lines)}\n"
