@@ -1,16 +1,25 @@
 """Audits the training loops that people use, as their libraries document them: which take the step that they say?
 
-    make bench NAME=audited                      all of it, about 5 minutes; --only NAME for some loops
+    make bench NAME=audited                      all that is installed; --only NAME for some loops
 
 Each loop is a short program of benchmarks/packages/ or benchmarks/loops/, with a tiny random model, no download, and the
 versions of requirements.txt. It is run unchanged with 16 samples in one micro-batch, in 4 x 4 micro-batches, and on two
 processes of 8 samples, as `python -m recipes audit-script` does it. Samples are 77 (nanoGPT's have no end), so that the last
-window is partial. Besides, two loops are killed and resumed, and classes of causal models are asked by `audit_packing` whether
-a row of packed samples is the same as the samples. Writes benchmarks/results/audited.* and docs/audited.md.
+window is partial. Every run is done again by packages/plain.py, which uses nothing of the audit, and must give the same errors.
+Besides, two loops are killed and resumed, and classes of causal models are asked by `audit_packing` whether a row of packed
+samples is the same as the samples. Writes benchmarks/results/audited.* and docs/audited.md.
+
+Some loops need packages that requirements.txt does not have: benchmarks/loops-requirements.txt says how to install them, and
+runs those loops. Where a loop's packages are missing, its earlier row is kept.
 """
 
 import dataclasses
+import json
+import os
 import sys
+import tempfile
+import textwrap
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import causal_models
 import harness
+import packages
 from forked import AUDITED, Server
 
 from stepaudit import audit_packing
@@ -37,73 +47,266 @@ class Loop:
     """A loop that people use.
 
     Attributes:
+        group: of loops, by which they are counted.
         libraries: that it is made with.
         words: program in benchmarks/, and words of its command line.
         layouts: b, k, N.
-        note: what its code shows where the audit says no more than `not_a_sum`.
     """
 
+    group: str
     libraries: tuple[str, ...]
     words: tuple[str, ...]
     layouts: tuple[tuple[int, int, int], ...] = (CUT, TWO_PROCESSES)
-    note: str = ""
 
     @property
     def program(self) -> str:
         return f"benchmarks/{self.words[0]}"
 
+    @property
+    def is_installed(self) -> bool:
+        return all(_find_version(library) for library in self.libraries)
+
+
+def _find_version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
 
 TRL, TRAINER, ACCELERATE = ("trl", "transformers"), ("transformers",), ("accelerate", "transformers")
-TERMS = "two terms, a mean over tokens and one over pairs, each of the micro-batch: their counts differ"
-CACHED = "the other samples of the micro-batch are the negatives: there are fewer in a smaller one"
 LIGHTNING, SENTENCES, TORCH = ("lightning",), ("sentence-transformers",), ("torch",)
+STYLE = "in the style of "
+
+
+def _list_loops(group: str, libraries: tuple[str, ...], program: str, modes: dict[str, str], **more) -> dict[str, Loop]:
+    """List loops of one program: title -> the first word of its command line."""
+    return {title: Loop(group, libraries, (program, *mode.split()), **more) for title, mode in modes.items()}
+
+
+_TRL, _TRAINER, _EXAMPLES = "TRL", "transformers' Trainer", "Accelerate and loops on it"
+_LIGHTNING, _SENTENCES, _OTHERS = "Lightning", "sentence-transformers", "other loops"
 LOOPS = {
-    "TRL SFTTrainer, all tokens": Loop(TRL, ("packages/trl_sft.py", "plain")),
-    "TRL SFTTrainer, assistant only": Loop(TRL, ("packages/trl_sft.py", "assistant")),
-    "TRL SFTTrainer, packed": Loop(TRL, ("packages/trl_sft.py", "packed")),
-    "TRL SFTTrainer, LoRA": Loop((*TRL, "peft"), ("packages/trl_sft.py", "lora")),
-    "TRL DPOTrainer": Loop(TRL, ("packages/trl_dpo.py",)),
-    "TRL KTOTrainer": Loop(TRL, ("packages/trl_kto.py",)),
-    "TRL ORPOTrainer": Loop(TRL, ("packages/trl_orpo.py",), note=TERMS),
-    "TRL CPOTrainer": Loop(TRL, ("packages/trl_cpo.py", "cpo"), note=TERMS),
-    "TRL CPOTrainer, SimPO": Loop(TRL, ("packages/trl_cpo.py", "simpo")),
-    "TRL RewardTrainer": Loop(TRL, ("packages/trl_reward.py",)),
-    "Trainer, causal model of ragged texts": Loop(TRAINER, ("packages/trainer.py", "plain")),
-    "Trainer, run_clm": Loop(TRAINER, ("packages/trainer.py", "blocks")),
-    "Trainer, run_mlm": Loop(TRAINER, ("packages/trainer.py", "masked")),
-    "Trainer, run_glue": Loop(TRAINER, ("packages/trainer.py", "classifier")),
-    "run_clm_no_trainer": Loop(ACCELERATE, ("packages/no_trainer.py", "clm")),
-    "run_mlm_no_trainer": Loop(ACCELERATE, ("packages/no_trainer.py", "mlm")),
-    "run_glue_no_trainer": Loop(ACCELERATE, ("packages/no_trainer.py", "glue")),
+    **_list_loops(
+        _TRL,
+        TRL,
+        "packages/trl_sft.py",
+        {
+            "TRL SFTTrainer, all tokens": "plain",
+            "TRL SFTTrainer, assistant only": "assistant",
+            "TRL SFTTrainer, packed": "packed",
+            "TRL SFTTrainer, padding-free": "padding_free",
+            "TRL SFTTrainer, DFT": "dft",
+        },
+    ),
+    "TRL SFTTrainer, LoRA": Loop(_TRL, (*TRL, "peft"), ("packages/trl_sft.py", "lora")),
+    "TRL DPOTrainer": Loop(_TRL, TRL, ("packages/trl_dpo.py",)),
+    **_list_loops(
+        _TRL,
+        TRL,
+        "packages/trl_preferences.py",
+        {
+            "TRL DPOTrainer, IPO": "ipo",
+            "TRL DPOTrainer, sigmoid and SFT": "sft",
+            "TRL DPOTrainer, AOT": "aot",
+            "TRL DPOTrainer, BCO": "bco",
+            "TRL KTOTrainer, APO": "apo",
+            "TRL TPOTrainer": "tpo",
+        },
+    ),
+    "TRL KTOTrainer": Loop(_TRL, TRL, ("packages/trl_kto.py",)),
+    "TRL ORPOTrainer": Loop(_TRL, TRL, ("packages/trl_orpo.py",)),
+    "TRL CPOTrainer": Loop(_TRL, TRL, ("packages/trl_cpo.py", "cpo")),
+    "TRL CPOTrainer, SimPO": Loop(_TRL, TRL, ("packages/trl_cpo.py", "simpo")),
+    "TRL RewardTrainer": Loop(_TRL, TRL, ("packages/trl_reward.py",)),
+    **_list_loops(
+        _TRL,
+        TRL,
+        "packages/trl_generating.py",
+        {
+            "TRL GRPOTrainer, GRPO": "grpo",
+            "TRL GRPOTrainer, DAPO (default)": "dapo",
+            "TRL RLOOTrainer": "rloo",
+            "TRL DistillationTrainer": "distillation",
+        },
+    ),
+    "TRL GRPOTrainer, BNPO": Loop(_TRL, TRL, ("packages/trl_generating.py", "bnpo")),
+    "TRL GKDTrainer, given answers": Loop(_TRL, TRL, ("packages/trl_generating.py", "gkd")),
+    **_list_loops(
+        _TRAINER,
+        TRAINER,
+        "packages/trainer.py",
+        {
+            "Trainer, causal model of ragged texts": "plain",
+            "Trainer, run_clm": "blocks",
+            "Trainer, run_mlm": "masked",
+            "Trainer, run_glue": "classifier",
+        },
+    ),
+    **_list_loops(
+        _TRAINER,
+        TRAINER,
+        "packages/trainer_heads.py",
+        {
+            "Trainer, GPT-2 of ragged texts": "gpt2",
+            "Trainer, Mixtral with its balance loss": "moe",
+            "Trainer, LLaVA": "llava",
+            "Trainer, T5, run_summarization": "t5",
+            "Trainer, BART, run_translation": "bart",
+            "Trainer, Whisper, run_speech_recognition_seq2seq": "whisper",
+            "Trainer, wav2vec2, run_speech_recognition_ctc, sum": "ctc",
+            "Trainer, wav2vec2, run_speech_recognition_ctc, mean": "ctc_mean",
+            "Trainer, run_ner": "ner",
+            "Trainer, run_qa": "qa",
+            "Trainer, run_swag": "swag",
+            "Trainer, ViT, run_image_classification": "image_classification",
+            "Trainer, ViT, run_mim": "mim",
+            "Trainer, SegFormer, run_semantic_segmentation": "segmentation",
+            "Trainer, CLIP, run_clip": "clip",
+        },
+    ),
+    **_list_loops(
+        _EXAMPLES,
+        ACCELERATE,
+        "packages/no_trainer.py",
+        {
+            "run_clm_no_trainer": "clm",
+            "run_mlm_no_trainer": "mlm",
+            "run_glue_no_trainer": "glue",
+        },
+    ),
+    **_list_loops(
+        _EXAMPLES,
+        ACCELERATE,
+        "packages/no_trainer_heads.py",
+        {
+            STYLE + name: mode
+            for name, mode in {
+                "run_ner_no_trainer": "ner",
+                "run_translation_no_trainer": "translation",
+                "run_summarization_no_trainer": "summarization",
+                "run_qa_no_trainer": "qa",
+                "run_swag_no_trainer": "swag",
+                "run_image_classification_no_trainer": "image_classification",
+                "run_semantic_segmentation_no_trainer": "semantic_segmentation",
+                "run_mim_no_trainer": "mim",
+            }.items()
+        },
+    ),
+    **_list_loops(
+        _EXAMPLES,
+        ACCELERATE,
+        "packages/accelerate_examples.py",
+        {
+            STYLE + "Accelerate's nlp_example": "nlp",
+            STYLE + "Accelerate's by_feature/local_sgd": "local_sgd",
+            STYLE + "diffusers' train_text_to_image": "diffusion",
+        },
+    ),
     "Accelerate, by_feature/gradient_accumulation": Loop(
-        ACCELERATE, ("loops/accelerate_documented.py", "--model", "bert_classifier")
+        _EXAMPLES, ACCELERATE, ("loops/accelerate_documented.py", "--model", "bert_classifier")
     ),
     "Accelerate's guide, causal model of ragged texts": Loop(
-        ACCELERATE, ("loops/accelerate_documented.py", "--model", "gpt2")
+        _EXAMPLES, ACCELERATE, ("loops/accelerate_documented.py", "--model", "gpt2")
     ),
     "Accelerate, by_feature/gradient_accumulation_for_autoregressive_models": Loop(
-        ACCELERATE, ("loops/accelerate_variable_length.py", "--model", "gpt2")
+        _EXAMPLES, ACCELERATE, ("loops/accelerate_variable_length.py", "--model", "gpt2")
     ),
-    "Lightning, samples of one length": Loop(LIGHTNING, ("packages/lightning_automatic.py",)),
+    "Lightning, samples of one length": Loop(_LIGHTNING, LIGHTNING, ("packages/lightning_automatic.py",)),
     "Lightning, causal model of ragged texts": Loop(
-        LIGHTNING, ("loops/lightning_documented.py", "--model", "gpt2"), (CUT,)
+        _LIGHTNING, LIGHTNING, ("loops/lightning_documented.py", "--model", "gpt2"), (CUT,)
     ),
-    "sentence-transformers, cosine similarity": Loop(SENTENCES, ("packages/sentence_pairs.py", "cosine")),
-    "sentence-transformers, in-batch negatives": Loop(SENTENCES, ("packages/sentence_pairs.py", "negatives")),
-    "sentence-transformers, cached negatives": Loop(SENTENCES, ("packages/sentence_pairs.py", "cached"), note=CACHED),
-    "nanoGPT": Loop(TORCH, ("packages/nanogpt.py",)),
-    "nanochat's chat_sft, its accumulation": Loop(TORCH, ("loops/nanogpt_style.py", "--model", "gpt2"), (CUT,)),
-    "loss / k by hand, causal model of ragged texts": Loop(TORCH, ("loops/divided_by_k.py", "--model", "gpt2"), (CUT,)),
+    **_list_loops(
+        _LIGHTNING,
+        LIGHTNING,
+        "packages/lightning_guides.py",
+        {
+            "Lightning, guide to manual optimization": "manual",
+            "Lightning Fabric, guide to gradient accumulation": "fabric",
+        },
+    ),
+    **_list_loops(
+        _SENTENCES,
+        SENTENCES,
+        "packages/sentence_pairs.py",
+        {
+            "sentence-transformers, cosine similarity": "cosine",
+            "sentence-transformers, in-batch negatives": "negatives",
+        },
+    ),
+    "sentence-transformers, cached negatives": Loop(_SENTENCES, SENTENCES, ("packages/sentence_pairs.py", "cached")),
+    **_list_loops(
+        _SENTENCES,
+        SENTENCES,
+        "packages/sentence_losses.py",
+        {
+            "sentence-transformers, CoSENT": "cosent",
+            "sentence-transformers, triplets": "triplet",
+            "sentence-transformers, contrastive": "contrastive",
+            "sentence-transformers, online contrastive": "online_contrastive",
+            "sentence-transformers, MarginMSE": "margin_mse",
+            "sentence-transformers, batch-hard triplets": "batch_hard",
+            "sentence-transformers, Matryoshka": "matryoshka",
+            "sentence-transformers, cross-encoder": "cross_encoder",
+        },
+    ),
+    **_list_loops(
+        _OTHERS,
+        TORCH,
+        "packages/styles.py",
+        {
+            STYLE + "timm's train": "timm",
+            STYLE + "open_clip's train, accum_freq": "open_clip",
+            STYLE + "torchtune's full_finetune_single_device": "torchtune",
+            STYLE + "OpenRLHF's sft_trainer": "openrlhf",
+            STYLE + "verl's token-mean over the global batch": "verl",
+        },
+        layouts=(CUT,),
+    ),
+    "PyTorch Ignite, create_supervised_trainer": Loop(
+        _OTHERS, ("pytorch-ignite",), ("packages/frameworks.py", "ignite"), (CUT,)
+    ),
+    "fastai, GradientAccumulation": Loop(_OTHERS, ("fastai",), ("packages/frameworks.py", "fastai"), (CUT,)),
+    "pytorch-accelerated, Trainer": Loop(_OTHERS, ("pytorch-accelerated",), ("packages/frameworks.py", "accelerated")),
+    "TorchTNT, AutoUnit": Loop(_OTHERS, ("torchtnt",), ("packages/frameworks.py", "torchtnt"), (CUT,)),
+    "skorch, accumulation of its FAQ": Loop(_OTHERS, ("skorch",), ("packages/frameworks.py", "skorch"), (CUT,)),
+    "LitGPT, finetune full": Loop(_OTHERS, ("litgpt",), ("packages/litgpt_finetune.py",), (CUT,)),
+    "nanoGPT": Loop(_OTHERS, TORCH, ("packages/nanogpt.py",)),
+    "nanochat's chat_sft, its accumulation": Loop(
+        _OTHERS, TORCH, ("loops/nanogpt_style.py", "--model", "gpt2"), (CUT,)
+    ),
+    "loss / k by hand, causal model of ragged texts": Loop(
+        _OTHERS, TORCH, ("loops/divided_by_k.py", "--model", "gpt2"), (CUT,)
+    ),
+}
+ERRS = "the audit errs here"
+# What the code of a loop, or the plain computation, shows beside the table.
+NOTES = {
+    "TRL GKDTrainer, given answers": f"{ERRS}; by the plain computation 4 x 4 is exact, and the error on two processes is 0.5",
+    "TRL GRPOTrainer, BNPO": "plainly 0.1 / 0.064 in 4 x 4: a mean over the tokens of each micro-batch; the samples of a "
+    "generation are drawn once per micro-batch, and used once, which the audit takes for `duplicated`",
+    "sentence-transformers, cached negatives": "the other samples of the micro-batch are the negatives, fewer in a smaller one",
+    "sentence-transformers, batch-hard triplets": "plainly, too, the processes step by different gradients: none is averaged",
+    "sentence-transformers, cross-encoder": "two processes fail without the audit, too",
+    "fastai, GradientAccumulation": "the last window has too few samples, and is never stepped, in micro-batches or without",
+    "in the style of open_clip's train, accum_freq": "windows that are not full are left out, in either layout",
+    "in the style of OpenRLHF's sft_trainer": "windows that are not full are left out, in either layout",
 }
 # Imported once, before the programs' processes are forked: what a program imports takes longer than its steps.
 IMPORTED = (
     *AUDITED,
     "peft",
     "sentence_transformers",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.llama.modeling_llama",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in (
+            *("bart", "bert", "clip", "gpt2", "llama", "llava", "mixtral", "segformer"),
+            *("t5", "vit", "wav2vec2", "whisper"),
+        )
+    ),
     *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "reward")),
-    *(f"trl.experimental.{name}.{name}_trainer" for name in ("orpo", "cpo")),
+    *(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "distillation")),
+    *(f"trl.experimental.{name}.{name}_trainer" for name in ("orpo", "cpo", "tpo", "gkd")),
 )
 # Loops that save and resume -> program, with checkpoints after every step.
 SAVED = ("--output_dir", FOLDER, "--optim", "adamw_torch")
@@ -121,31 +324,43 @@ def make_variation(layout: tuple[int, int, int]) -> Variation:
     return Variation({BATCH: str(layout[0]), WINDOW: str(layout[1])}, layout[2])
 
 
+def record_plainly(server: Server, program: list[str], layout: tuple[int, int, int]) -> list[dict]:
+    """Run packages/plain.py, and return what it saved on each process."""
+    variation = make_variation(layout)
+    with tempfile.TemporaryDirectory(prefix="plain-") as folder:
+        server.run([folder, *program, *variation.argv], variation.num_processes, TIMEOUT, module="plain")
+        return packages.load_plain(Path(folder), variation.num_processes)
+
+
 def measure(server: Server, title: str) -> dict:
-    """Audit a loop under each of its layouts."""
+    """Audit a loop under each of its layouts, and check each verdict by a plain computation."""
     loop, start = LOOPS[title], harness.clock()
     program = [str(ROOT / loop.program), *loop.words[1:]]
     reference = server.record(program, make_variation(REFERENCE), timeout=TIMEOUT)
+    plain_reference = record_plainly(server, program, REFERENCE)
     runs = []
     for layout in loop.layouts:
         run = {"layout": "x".join(map(str, layout))}
         try:
-            recordings = server.record(program, make_variation(layout), timeout=TIMEOUT)
+            comparison = compare(
+                reference, recordings := server.record(program, make_variation(layout), timeout=TIMEOUT), TOLERANCE
+            )
+            checked = packages.check(plain_reference, record_plainly(server, program, layout), comparison)
         except RuntimeError as error:  # some loops refuse several processes
             runs.append(run | {"failure": str(error).splitlines()[-1].strip()})
             continue
-        comparison = compare(reference, recordings, TOLERANCE)
         runs.append(
             run
             | {
                 "errors": [error if error == error else None for error in comparison.errors],
                 "never_stepped": len(recordings[0].unfinished_micro_steps),
                 "findings": [dataclasses.asdict(finding) for finding in comparison.findings],
+                "check": checked,
             }
         )
     row = {
         "loop": title,
-        "libraries": list(loop.libraries),
+        "versions": {library: version(library) for library in loop.libraries},
         "command": " ".join([loop.program, *loop.words[1:]]),
         "faults_of_the_reference": [dataclasses.asdict(finding) for finding in find_faults(reference)],
         "runs": runs,
@@ -153,7 +368,8 @@ def measure(server: Server, title: str) -> dict:
     }
     for run in runs:
         causes = [finding["cause"] for finding in run.get("findings", [])]
-        print(f"{title}, {run['layout']}: {_errors(run)}, {causes}", file=sys.stderr, flush=True)
+        agrees = run.get("check", {}).get("agrees", run.get("failure"))
+        print(f"{title}, {run['layout']}: {_errors(run)}, {causes}, {agrees}", file=sys.stderr, flush=True)
     return row
 
 
@@ -216,6 +432,16 @@ def _errors(run: dict | None) -> str:
     return f"{first} / {'never' if run['never_stepped'] else last}"
 
 
+def _is_exact(run: dict) -> bool:
+    return "findings" in run and not {finding["cause"] for finding in run["findings"]} - HARMLESS
+
+
+def _check(row: dict) -> str:
+    """Say whether the plain computation agrees with the verdict of each layout."""
+    answers = [run["check"]["agrees"] for run in row["runs"] if "check" in run]
+    return "yes" if answers and all(answers) else "NO" if answers else "-"
+
+
 def _find_run(row: dict, layout: tuple[int, int, int]) -> dict | None:
     return next((run for run in row["runs"] if run["layout"] == "x".join(map(str, layout))), None)
 
@@ -240,7 +466,6 @@ def overview(results: dict, root: str, guide: str) -> str:
         root: link from the page to the root of the repository.
         guide: link from the page to the guide of the audit.
     """
-    versions = results["about"]["versions"]
     rows = sorted(results["rows"], key=lambda row: list(LOOPS).index(row["loop"]))
     lines = []
     for row in rows:
@@ -249,10 +474,11 @@ def overview(results: dict, root: str, guide: str) -> str:
         lines.append(
             [
                 f"[{row['loop']}]({root}{program})",
-                ", ".join(f"{library} {versions[library]}" for library in row["libraries"]),
+                ", ".join(f"{library} {number}" for library, number in row["versions"].items()),
                 _errors(_find_run(row, CUT)),
                 _errors(_find_run(row, TWO_PROCESSES)),
                 causes or "none",
+                _check(row),
             ]
         )
     found_causes = {finding["cause"] for row in rows for finding in _list_findings(row)}
@@ -261,17 +487,26 @@ def overview(results: dict, root: str, guide: str) -> str:
         for cause, kind in KINDS.items()
         if cause in found_causes
     ]
-    notes = "".join(f"- {title}: {loop.note}.\n" for title, loop in LOOPS.items() if loop.note)
-    num_exact = sum(
-        "findings" in run and not {finding["cause"] for finding in run["findings"]} - HARMLESS
-        for row in rows
-        if (run := _find_run(row, CUT)) is not None
+    notes = "".join(f"- {row['loop']}: {NOTES[row['loop']]}.\n" for row in rows if row["loop"] in NOTES)
+    cut_rows = [row for row in rows if _find_run(row, CUT) is not None]
+    exact_rows = [row for row in cut_rows if _is_exact(_find_run(row, CUT))]
+    groups = []
+    for group in dict.fromkeys(LOOPS[row["loop"]].group for row in cut_rows):
+        numbers = [sum(LOOPS[row["loop"]].group == group for row in part) for part in (exact_rows, cut_rows)]
+        groups.append(f"{group} {numbers[0]} of {numbers[1]}")
+    summary = (
+        f"On one process, in micro-batches, {len(exact_rows)} of {len(cut_rows)} loops take the step of the whole batch, the "
+        f"last window of the epoch included: {', '.join(groups)}."
     )
-    num_cut = sum(_find_run(row, CUT) is not None for row in rows)
-    columns = "loop | with | error in 4 x 4 micro-batches, first / last step | on two processes of 8 | causes"
+    checks = [run["check"]["agrees"] for row in rows for run in row["runs"] if "check" in run]
+    measured_titles = {row["loop"] for row in rows}
+    missing = [title for title in LOOPS if title not in measured_titles]
+    absent = f"Not installed here, and never measured: {', '.join(missing)}.\n" if missing else ""
+    columns = "loop | with | error in 4 x 4 micro-batches, first / last step | on two processes of 8 | causes | checked plainly"
     return (
-        f"On one process, in micro-batches, {num_exact} of {num_cut} loops take the step of the whole batch, the last window\n"
-        "of the epoch included.\n\n"
+        f"{textwrap.fill(summary, 126)}\n"
+        f"A plain computation of the same gradients, without the audit, agrees with {sum(checks)} of {len(checks)} verdicts.\n"
+        f"{absent}\n"
         f"{harness.table(columns, lines)}\n"
         "The error is that of the gradient which the optimizer gets, relative, beside the same program with 16 samples in one\n"
         f"micro-batch; exact: at most {TOLERANCE:g}. Parameters are put back after every step, so that each error is its own.\n"
@@ -280,7 +515,7 @@ def overview(results: dict, root: str, guide: str) -> str:
         "does not reach the step (harmless).\n\n"
         "What the causes mean, and what cures them:\n\n"
         f"{harness.table('cause | what happens | cure', cures)}\n"
-        f"Where the audit says no more than `not_a_sum`, the code of the loops shows it:\n\n{notes}"
+        f"What the code of some loops, or the plain computation, shows beside it:\n\n{notes}"
     )
 
 
@@ -338,8 +573,7 @@ def guide(results: dict) -> str:
         "A loop, from the repository:\n\n"
         f"```text\nsamestep audit-script {vary} \\\n  -- benchmarks/packages/trl_dpo.py\n```\n\n"
         "Models are tiny, and samples are drawn: the size of an error is an example, its cause is not. A library's newer\n"
-        "version may have mended what is said of an older one. A plain computation of the same gradients, without the audit,\n"
-        "confirms many of these verdicts: [packages.md](../benchmarks/results/packages.md). Every number and place:\n"
+        "version may have mended what is said of an older one. Every number and place, and what the plain computation shows:\n"
         "[audited.md](../benchmarks/results/audited.md).\n\n"
         f"{harness.provenance(results['about'])}.\n"
     )
@@ -355,8 +589,10 @@ def markdown(results: dict) -> str:
                 for finding in run.get("findings", [])
             )
             text = f"fails: {run['failure']}" if "failure" in run else findings or "exact"
-            lines.append([row["loop"], f"`{row['command']}`", run["layout"], _errors(run), text])
-    columns = "loop | program | layout, b x k x N | error of the first / last step | found"
+            checked = run.get("check")
+            plain = packages.format_check(checked) if checked else "-"
+            lines.append([row["loop"], f"`{row['command']}`", run["layout"], _errors(run), text, plain])
+    columns = "loop | program | layout, b x k x N | error of the first / last step | found | plain computation"
     return harness.page(
         "Loops that people use, audited",
         "audited.py",
@@ -371,17 +607,33 @@ def markdown(results: dict) -> str:
 def main() -> None:
     parser = harness.flags("audited", __doc__, only=LOOPS)
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "audited.md", help="the page of them")
+    parser.add_argument("--extra", action="store_true", help="only loops that need benchmarks/loops-requirements.txt")
     arguments = parser.parse_args()
-    rows = harness.read_other_rows(arguments.output, "rows", "loop", arguments.only)
-    rows = [row for row in rows if row["loop"] in LOOPS]
+    titles = [title for title in arguments.only if LOOPS[title].is_installed]
+    if arguments.extra:
+        titles = [title for title in titles if set(LOOPS[title].libraries) - set(PACKAGES)]
+    file = arguments.output.with_suffix(".json")
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    is_whole = (len(arguments.only) == len(LOOPS) and not arguments.extra) or not earlier
     about = harness.about("make bench NAME=audited", PACKAGES)
-    packed_rows = measure_packing()
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "packages")  # of the server: plain.py
     with Server(libraries=IMPORTED) as server:
-        resumed_rows = [row for title in RESUMED_LOOPS for row in measure_resuming(server, title)]
-        for number, title in enumerate(arguments.only, 1):
-            rows.append(measure(server, title))
-            results = {"about": about, "rows": rows, "packing": packed_rows, "resuming": resumed_rows}
-            harness.write(arguments.output, results, markdown(results), is_last=number == len(arguments.only))
+        if is_whole:
+            others = {"packing": measure_packing()}
+            others["resuming"] = [row for title in RESUMED_LOOPS for row in measure_resuming(server, title)]
+        else:
+            others = {name: earlier[name] for name in ("packing", "resuming")}
+        for number, title in enumerate(titles, 1):
+            try:
+                row = measure(server, title)
+            except RuntimeError as error:  # its earlier row stays
+                print(f"{title} is not measured: {error}", file=sys.stderr, flush=True)
+                continue
+            # Read again each time: several processes may measure some loops each.
+            rows = [*harness.read_other_rows(arguments.output, "rows", "loop", [title]), row]
+            rows = [row for row in rows if row["loop"] in LOOPS]
+            results = {"about": about, "rows": rows, **others}
+            harness.write(arguments.output, results, markdown(results), is_last=number == len(titles))
             arguments.document.write_text(guide(results), encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ import harness
 import numpy as np
 import torch
 
-from stepaudit.judge import HARMLESS, compare
+from stepaudit.judge import HARMLESS, Comparison, compare
 from stepaudit.processes import run
 from stepaudit.script import BATCH, WINDOW, Variation, record
 
@@ -55,9 +55,14 @@ def run_plainly(program: list[str], layout: tuple[int, int, int]) -> list[dict]:
     """Run packages/plain.py, and return the values that it saved on each process."""
     run_variation = variation(layout)
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
-        words = [str(FOLDER / "plain.py"), f"{folder}/saved", *program, *run_variation.argv]
+        words = [str(FOLDER / "plain.py"), folder, *program, *run_variation.argv]
         run([sys.executable, *words], run_variation.num_processes, program[0], TIMEOUT)
-        return [torch.load(f"{folder}/saved-{rank}.pt") for rank in range(run_variation.num_processes)]
+        return load_plain(Path(folder), run_variation.num_processes)
+
+
+def load_plain(folder: Path, num_processes: int) -> list[dict]:
+    """Load what packages/plain.py saved on each process."""
+    return [torch.load(folder / f"saved-{rank}.pt") for rank in range(num_processes)]
 
 
 def compute_errors(reference: list[dict], other: list[dict]) -> list[float]:
@@ -91,27 +96,44 @@ def explain_step(reference: list[dict], other: list[dict], step: int) -> str:
     return "micro-batches weighted by " + ", ".join(f"{weight:.3g}" for weight in weights)
 
 
+def count_samples(processes: list[dict]) -> tuple[int, int]:
+    """Count the samples that were drawn, and the different ones among them."""
+    indices = [index for process in processes for batch in process["batches"] for index in batch]
+    return len(indices), len(set(indices))
+
+
+def check(plain_reference: list[dict], plain_runs: list[dict], comparison: Comparison) -> dict:
+    """Compare a verdict of the audit with the plain computation."""
+    true_errors = compute_errors(plain_reference, plain_runs)
+    wrong_steps = [t for t, error in enumerate(true_errors) if not error <= TOLERANCE]
+    (num_samples, distinct), (num_reference_samples, reference_distinct) = map(
+        count_samples, (plain_runs, plain_reference)
+    )
+    num_steps, num_reference_steps = len(plain_runs[0]["steps"]), len(plain_reference[0]["steps"])
+    miscount = describe_miscount(plain_runs, 0)
+    # Samples that come twice change a gradient, or are drawn for nothing; those that are left out change none that is taken.
+    is_exact = not (wrong_steps or miscount) and distinct >= reference_distinct and num_steps == num_reference_steps
+    error_pairs = [(a, b) for a, b in zip(comparison.errors, true_errors, strict=False) if a == a]
+    agrees = comparison.is_exact == is_exact and all(abs(a - b) <= max(0.2 * b, TOLERANCE) for a, b in error_pairs)
+    return {
+        "own_errors": true_errors,
+        "own_cause": miscount or (explain_step(plain_reference, plain_runs, wrong_steps[0]) if wrong_steps else ""),
+        "samples": num_samples,
+        "samples_of_the_reference": num_reference_samples,
+        "agrees": agrees,
+    }
+
+
 def measure(title: str, program: list[str]) -> list[dict]:
     plain_reference, reference = run_plainly(program, REFERENCE), record(program, variation(REFERENCE), 0, TIMEOUT)
     rows = []
     for layout in LAYOUTS:
-        plain_runs = run_plainly(program, layout)
         comparison = compare(reference, record(program, variation(layout), 0, TIMEOUT), TOLERANCE)
-        true_errors = compute_errors(plain_reference, plain_runs)
-        wrong_steps = [t for t, error in enumerate(true_errors) if error > TOLERANCE]
-        num_samples = sum(len(batch) for process in plain_runs for batch in process["batches"])
-        num_reference_samples = sum(len(batch) for process in plain_reference for batch in process["batches"])
-        miscount = describe_miscount(plain_runs, 0)
-        is_exact = not wrong_steps and num_samples == num_reference_samples and not miscount
-        error_pairs = [(a, b) for a, b in zip(comparison.errors, true_errors, strict=False) if a == a]
-        agrees = comparison.is_exact == is_exact and all(abs(a - b) <= max(0.2 * b, TOLERANCE) for a, b in error_pairs)
+        checked = check(plain_reference, run_plainly(program, layout), comparison)
         row = {
             "program": title,
             "layout": "x".join(map(str, layout)),
-            "own_errors": true_errors,
-            "own_cause": miscount or (explain_step(plain_reference, plain_runs, wrong_steps[0]) if wrong_steps else ""),
-            "samples": num_samples,
-            "samples_of_the_reference": num_reference_samples,
+            **checked,
             "errors": [error if error == error else None for error in comparison.errors],
             "findings": [
                 {
@@ -122,14 +144,13 @@ def measure(title: str, program: list[str]) -> list[dict]:
                 }
                 for finding in comparison.findings
             ],
-            "agrees": agrees,
         }
         print(
             title,
             row["layout"],
             row["own_cause"],
             [finding["cause"] for finding in row["findings"]],
-            agrees,
+            row["agrees"],
             file=sys.stderr,
         )
         rows.append(row)
@@ -139,6 +160,15 @@ def measure(title: str, program: list[str]) -> list[dict]:
 def _format_errors(errors: list[float | None]) -> str:
     ends = errors[0], errors[-1]
     return " / ".join("-" if error is None else "exact" if error <= TOLERANCE else f"{error:.2g}" for error in ends)
+
+
+def format_check(checked: dict) -> str:
+    """Say in a line what the plain computation shows, and whether the audit agrees with it."""
+    parts = [_format_errors(checked["own_errors"])]
+    if checked["samples"] != checked["samples_of_the_reference"]:
+        parts.append(f"{checked['samples']} samples instead of {checked['samples_of_the_reference']}")
+    parts += [checked["own_cause"]] if checked["own_cause"] else []
+    return "; ".join([*parts, "agrees" if checked["agrees"] else "DISAGREES"])
 
 
 def markdown(results: dict) -> str:

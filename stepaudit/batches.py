@@ -1,12 +1,13 @@
 """Finds the samples that a micro-batch computes, from the batches that DataLoaders drew and the tensors that the model got."""
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import random
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,8 @@ class Batches:
             self.draws_in_collate |= states != _read_generators()
             if self.num_asked < MAX_ASKED and fetcher.auto_collation:
                 self.num_asked += 1
-                self.draws_in_collate |= _differs_again(collate, samples)
+                with _keep_generators():
+                    self.draws_in_collate |= _differs_again(collate, samples)
             return batch
 
         fetcher.collate_fn = look
@@ -200,6 +202,18 @@ class Batches:
 def _read_generators() -> tuple[bytes, Any, Any]:
     """Read the states of the global generators of torch, random and NumPy, to be compared."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+
+
+@contextlib.contextmanager
+def _keep_generators() -> Iterator[None]:
+    """Put the global generators back behind a call that the program does not make."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def _differs_again(collate: Callable, samples: Any) -> bool:

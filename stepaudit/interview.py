@@ -152,7 +152,7 @@ class Interview:
         module, args, kwargs = call
         num_rows = count_rows([call])
         used = {number for number, output in enumerate(outputs) if output.grad is not None and output.grad.any()}
-        counts_padding = num_rows > 1 and probe.ask_padding(args, kwargs, outputs, num_rows)
+        counts_padding = num_rows > 1 and probe.ask_padding(unwrap(module), args, kwargs, outputs, num_rows)
         for output in outputs:
             if not output.is_leaf:
                 output.grad = None

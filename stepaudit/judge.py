@@ -31,6 +31,7 @@ __all__ = ["CAUSES", "HARMLESS", "Comparison", "Finding", "compare", "find_fault
 UPDATE_TOLERANCE = 0.1
 AVERAGE_TOLERANCE = 0.01  # relative, of the change of an average since the first step
 LOG_TOLERANCE = 1e-3  # relative; logs are rounded
+LOG_ROUNDING = 1e-6  # of terms that cancel, as advantages do
 # Causes that come of asking the model, or of knowing no other one: less than one that produces the numbers of a step.
 ASKED = {"not_a_sum", "mixed_samples", "mixed_loss", "padding", "batch_norm", "dropout", "state", "expert_balance"}
 # Where samples are others, so are their losses.
@@ -432,7 +433,8 @@ def _find_wrong_log(
     logged_losses: list[float], true_loss: float, place: str, k: int, num_processes: int
 ) -> list[Finding]:
     """Compare the losses that were logged after a step with the step's loss in the reference."""
-    wrong_losses = [loss for loss in logged_losses if not abs(loss - true_loss) <= LOG_TOLERANCE * abs(true_loss)]
+    allowed = max(LOG_TOLERANCE * abs(true_loss), LOG_ROUNDING)
+    wrong_losses = [loss for loss in logged_losses if not abs(loss - true_loss) <= allowed]
     if not wrong_losses or not np.isfinite(true_loss):
         return []
     factors = {"k": k, "N": num_processes, "k N": k * num_processes}

@@ -356,16 +356,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def ask_padding(args: tuple, kwargs: dict, outputs: list[torch.Tensor], num_rows: int) -> bool:
+def ask_padding(model: nn.Module, args: tuple, kwargs: dict, outputs: list[torch.Tensor], num_rows: int) -> bool:
     """Tell whether the loss depends on what the model returns at padded positions.
 
     Args:
+        model: one of an encoder and a decoder is not asked: its outputs have the positions of another text than its inputs.
         args, kwargs: of the call.
         outputs: tensors that it returned [rows, positions, ...], after the backward, with their gradients.
         num_rows: samples of the micro-batch.
     """
     selection = _RowSelection(args, kwargs, num_rows, torch.float32)
-    if selection.lengths is None:
+    if selection.lengths is None or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     positions = torch.arange(selection.width)
     if selection.is_left_padded:

@@ -7,6 +7,7 @@ from torch import nn
 
 from stepaudit.errors import UsageError
 from stepaudit.interview import Interview
+from stepaudit.judge import _find_wrong_log as find_wrong_log
 from stepaudit.judge import compare
 from stepaudit.recording import MicroStep, Recording, Step
 from stepaudit.rounding import BOUNDS, settle
@@ -77,3 +78,11 @@ def test_shared_parameters_are_not_asked_for_terms():
     assert len(interview.ask_terms(p.square().sum() + p.tanh().sum(), [track])[track]) == 2
     p.full_tensor = lambda: p
     assert interview.ask_terms(p.square().sum() + p.tanh().sum(), [track]) == {}
+
+
+@pytest.mark.parametrize(
+    ("true_loss", "logged", "is_named"), [(1e-8, -2e-8, False), (1e-3, 2e-3, True), (2.0, 2.001, False)]
+)
+def test_a_logged_loss_may_be_rounded(true_loss, logged, is_named):
+    """Where terms cancel, as advantages do, what is left is what they were rounded by."""
+    assert bool(find_wrong_log([logged], true_loss, "step 1", 4, 1)) == is_named

@@ -1,13 +1,16 @@
 """Samples that are laid end to end, or given as a list, are told apart by what the program itself gives the model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from stepaudit.batches import Batches, DrawnBatch
 from stepaudit.micro_batch import describe_call, has_restarts, names_owners
-from stepaudit.probe import ask_model, ask_packing
+from stepaudit.probe import ask_model, ask_packing, ask_padding
 from stepaudit.record import Recorder
 from stepaudit.recording import MicroStep
 
@@ -126,3 +129,30 @@ def test_labels_of_a_few_samples_tell_no_batch(targets):
     batches.newest_dataset = 7
     assert batches.use([(None, (x[1].tanh(), torch.tensor(targets)), {})]).samples == [0, 1]
     assert batches.use([(None, (x[1].clone(),), {})]).samples == [2, 3]
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_a_decoder_is_not_asked_by_the_padding_of_the_encoder(has_decoder):
+    """Its outputs may be as wide as the inputs, by chance."""
+    model, output = nn.Identity(), torch.ones(2, 3, 4, requires_grad=True)
+    model.config = SimpleNamespace(is_encoder_decoder=has_decoder)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    output.sum().backward()
+    assert ask_padding(model, (), {"input_ids": mask, "attention_mask": mask}, [output], 2) is not has_decoder
+
+
+class Noise:
+    """Collates to a number that the global generator draws."""
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.rand(1)
+
+
+def test_a_collating_object_that_is_asked_again_leaves_the_generators():
+    def draw() -> list[float]:
+        torch.manual_seed(0)
+        return [float(batch) for batch in DataLoader(range(6), batch_size=2, collate_fn=Noise())]
+
+    expected = draw()
+    with Recorder(1):
+        assert draw() == expected

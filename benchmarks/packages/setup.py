@@ -1,7 +1,4 @@
-"""Gives the programs of this folder flags, a tiny Llama or BERT, a tokenizer made here, 77 seeded samples.
-
-The rate is RATE in the environment: 0 leaves the model as it is, so that each step's gradient is taken at the same place.
-"""
+"""Gives the programs of this folder flags, a tiny Llama or BERT, a tokenizer made here, 77 seeded samples."""
 
 import argparse
 import os
@@ -13,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-NUM_SAMPLES, RATE = 77, float(os.environ.get("RATE", "0.01"))
+NUM_SAMPLES, RATE = 77, 0.01
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "<user>", "<assistant>"]
 WORDS = "red green blue one two three four big small cat dog bird runs sleeps sings fast slow here there now".split()
 CHAT = (

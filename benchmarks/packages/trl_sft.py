@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer as documented, on conversations: the loss of all tokens, of the assistant's, of packed rows, or LoRA."""
+"""TRL's SFTTrainer as documented, on conversations: the loss of all tokens, the assistant's, without padding, DFT, LoRA."""
 
 import sys
 
@@ -7,8 +7,13 @@ from peft import LoraConfig
 from setup import arguments, llama, texts, tokenizer
 from trl import SFTConfig, SFTTrainer
 
-mode = sys.argv.pop(1)  # plain, assistant, packed or lora
-more = {"assistant": {"assistant_only_loss": True}, "packed": {"packing": True, "max_length": 24}}.get(mode, {})
+mode = sys.argv.pop(1)  # plain, assistant, packed, padding_free, dft or lora
+more = {
+    "assistant": {"assistant_only_loss": True},
+    "packed": {"packing": True, "max_length": 24},
+    "padding_free": {"padding_free": True, "max_length": None},
+    "dft": {"loss_type": "dft"},
+}.get(mode, {})
 rows = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     for question, answer in zip(texts(1), texts(2), strict=True)

@@ -156,7 +156,7 @@ def _start(address: str, modules: list[str]) -> None:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": os.environ.get("TESTS_NUM_THREADS", "1"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "audited")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "audited"), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore",
     }
     subprocess.Popen([sys.executable, __file__, address, *modules], stdin=subprocess.DEVNULL, env=environment)
