@@ -269,7 +269,7 @@ LOOPS = {
     "fastai, GradientAccumulation": Loop(_OTHERS, ("fastai",), ("packages/frameworks.py", "fastai"), (CUT,)),
     "pytorch-accelerated, Trainer": Loop(_OTHERS, ("pytorch-accelerated",), ("packages/frameworks.py", "accelerated")),
     "TorchTNT, AutoUnit": Loop(_OTHERS, ("torchtnt",), ("packages/frameworks.py", "torchtnt"), (CUT,)),
-    "skorch, accumulation of its FAQ": Loop(_OTHERS, ("skorch",), ("packages/frameworks.py", "skorch"), (CUT,)),
+    "skorch, accumulation in a subclass": Loop(_OTHERS, ("skorch",), ("packages/frameworks.py", "skorch"), (CUT,)),
     "LitGPT, finetune full": Loop(_OTHERS, ("litgpt",), ("packages/litgpt_finetune.py",), (CUT,)),
     "nanoGPT": Loop(_OTHERS, TORCH, ("packages/nanogpt.py",)),
     "nanochat's chat_sft, its accumulation": Loop(

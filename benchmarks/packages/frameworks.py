@@ -1,6 +1,6 @@
 """Training loops of libraries as they document them, each with its own gradient accumulation: a mean over 77 samples.
 
-skorch has none: its loop is that of the answer in skorch's FAQ, in our own words.
+skorch has none: its loop is a subclass whose train_step accumulates, of our own, in the style of what people write.
 """
 
 import os
