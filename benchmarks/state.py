@@ -30,7 +30,7 @@ from common import fresh_accelerator
 
 from samestep.contrib.heads import reading, table, tiny
 from samestep.contrib.heads.comparison import CUTS, measure_distance
-from samestep.contrib.heads.verdicts import VERDICTS
+from samestep.contrib.heads.verdicts import VERDICTS, agrees
 from samestep.errors import UsageError
 
 PAGE = ROOT / "docs" / "state-of-the-step.md"
@@ -138,7 +138,7 @@ def markdown(results: dict[str, Any]) -> str:
                 f"{max(ours, default=0):.0e}",
             ]
         )
-    names = ["exact", "k times", "1 / k", "mean of means", "first labels", "another"]
+    names = ["exact", "k times", "1 / k", "mean of means", "first labels", "shared", "another"]
     columns = [
         "heads of",
         "read",
@@ -159,8 +159,8 @@ def markdown(results: dict[str, Any]) -> str:
     lists += [f"**Refused for {reason}** ({len(heads)}): {', '.join(heads)}.\n" for reason, heads in refused.items()]
     rough = [f"`{row['head']}` {row['exact_error']:.0e}" for row in done if row.get("exact_error", 0) >= ROUNDING]
     lists += [f"**Accepted, and above {ROUNDING:.0e}**: {', '.join(rough)}.\n"] if rough else []
-    agreed = sum(row["verdict"] == row["read"] for row in done)
-    others = [f"`{row['head']}` ({row['read']})" for row in done if row["verdict"] != row["read"]]
+    agreed = sum(agrees(row["read"], row["verdict"]) for row in done)
+    others = [f"`{row['head']}` ({row['read']})" for row in done if not agrees(row["read"], row["verdict"])]
     only_read = []
     for name in dict.fromkeys([*VERDICTS, *(row["read"] for row in failed)]):
         heads = [f"`{row['head']}`" for row in failed if row["read"] == name]
@@ -189,7 +189,9 @@ def markdown(results: dict[str, Any]) -> str:
         "*k times*: the gradient is the sum of the micro-batches' means, k of them: `**kwargs` takes the number of targets, "
         "and the head does not use it. *1 / k*: a sum, which Trainer divides by k. *Mean of means*: the last step, or steps of "
         "ragged texts, weigh micro-batches alike. *First labels*: Trainer counts the first label of a row, which nothing "
-        "predicts; where it is -100, as of a prompt, nothing is wrong.\n\n"
+        "predicts; where it is -100, as of a prompt, nothing is wrong. *Shared*: "
+        "Trainer divides rightly, and the model lets samples of a micro-batch see each other's padding, or normalises by the "
+        "batch.\n\n"
         f"{chr(10).join(lists)}\n"
         f"What was read in the source is what was run for {agreed} of {len(done)} heads"
         f"{'; not for ' if others else ''}{', '.join(others)}.\n\n"

@@ -146,7 +146,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
             "hour. Exit code 0 Trainer is exact, 1 it is not, 2 bad usage."
         ),
         usage="MODEL ... | --all",
-        examples="check-model LlamaForCausalLM\ncheck-model runs/chats\ncheck-model --all",
+        examples="check-model LlamaForCausalLM\ncheck-model runs/chats",
     ),
     "audit-script": Command(
         answered_by="stepaudit.script:audit_script",

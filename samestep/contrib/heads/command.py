@@ -12,9 +12,12 @@ from samestep.printing import fold
 
 def check_model(argv: list[str]) -> int:
     """Check heads; return 0 if Trainer's step is exact with all of them, else 1."""
-    parser = make_parser("check-model", "%(prog)s MODEL ... | --all")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="class of transformers, folder, or name on the hub")
-    parser.add_argument("--all", action="store_true", help="all heads of the installed transformers; half an hour")
+    parser = make_parser("check-model", "MODEL ... | --all")
+    parser.add_argument(
+        "models", nargs="*", default=[], metavar="MODEL", help="class of transformers, folder, or name on the hub"
+    )
+    text = "all heads of the installed transformers, which takes half an hour"
+    parser.add_argument("--all", action="store_true", default=False, help=text)
     given = parser.parse_args(argv)
     if bool(given.models) == given.all:
         parser.error("give models, or --all")

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from samestep.contrib.heads.samples import Samples
-from samestep.contrib.heads.verdicts import EXACT, FIRST_LABELS, MEAN_OF_MEANS, OTHER, TIMES_K, TIMES_ONE_KTH
+from samestep.contrib.heads.verdicts import EXACT, FIRST_LABELS, MEAN_OF_MEANS, OTHER, SHARED, TIMES_K, TIMES_ONE_KTH
 from samestep.errors import UsageError
 from samestep.models import packing
 from samestep.step.losses import IGNORED
@@ -90,9 +90,13 @@ def compare(build: Callable[[], nn.Module], samples: Samples) -> Comparison:
     def join(numbers: tuple[int, ...]) -> dict[str, Any]:
         return samples.join([samples.draw(number) for number in numbers])
 
+    values: dict[tuple[int, ...], float] = {}
+
     def compute(numbers: tuple[int, ...]) -> torch.Tensor:
         model.zero_grad()
-        find_loss(model.train()(**join(numbers))).backward()
+        loss = find_loss(model.train()(**join(numbers)))
+        loss.backward()
+        values[numbers] = loss.item()
         return _join(model)
 
     whole = [compute(step) for step in STEPS]
@@ -100,13 +104,14 @@ def compare(build: Callable[[], nn.Module], samples: Samples) -> Comparison:
         raise NotMeasuredError("its gradient is not finite, or 0, on these samples")
     if max(measure_distance(compute(step), gradient) for step, gradient in zip(STEPS, whole, strict=True)) > 1e-6:
         raise NotMeasuredError("it draws at random, also without dropout")
-    first = [_share_predicted(join(step)) for step in STEPS]
     verdicts, errors, norms = set(), [], []
     for b, k in CUTS:
         cuts = [[step[first : first + b] for first in range(0, len(step), b)] for step in STEPS]
-        sums = [torch.stack([compute(part) for part in cut]).sum(0) for cut in cuts]
+        parts = [torch.stack([compute(part) for part in cut]) for cut in cuts]
+        counts = [[_count_labels(join(part)) for part in cut] for cut in cuts]
         gradients, _ = _train(build(), samples, Trainer, b, k)
-        verdicts.add(_find_formula(gradients, whole, sums, [len(cut) for cut in cuts], first))
+        is_sum = _is_sum(values[STEPS[0]], [values[part] for part in cuts[0]])
+        verdicts.add(_find_formula(gradients, whole, parts, counts, is_sum))
         errors += [measure_distance(x, y) for x, y in zip(gradients, whole, strict=True)]
         norms.append((gradients[0].norm() / whole[0].norm()).item())
     wrong = verdicts - {EXACT}
@@ -158,30 +163,49 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def _share_predicted(batch: dict[str, Any]) -> float:
-    """Compute the share of the labels that are not the first of their row."""
+def _count_labels(batch: dict[str, Any]) -> tuple[int, int]:
+    """Count the labels of a batch, and those that are not the first of their row; 1 where they are no tensor."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
-        return 1.0
-    return ((labels[..., 1:] != IGNORED).sum() / (labels != IGNORED).sum()).item() if labels.ndim > 1 else 1.0
+        return 1, 1
+    behind = labels[..., 1:] if labels.ndim > 1 else labels
+    return int((labels != IGNORED).sum()), int((behind != IGNORED).sum())
+
+
+def _is_sum(whole: float, parts: list[float]) -> bool:
+    """Tell whether a loss is nearer to the sum of its parts than to their mean."""
+    return abs(whole - sum(parts)) < abs(whole - sum(parts) / len(parts))
 
 
 def _find_formula(
     gradients: list[torch.Tensor],
     whole: list[torch.Tensor],
-    sums: list[torch.Tensor],
-    ks: list[int],
-    shares: list[float],
+    parts: list[torch.Tensor],
+    counts: list[list[tuple[int, int]]],
+    is_sum: bool,
 ) -> str:
-    """Name the plain formula that gives the gradients of all steps."""
-    formulas = {
-        EXACT: whole,
-        TIMES_K: sums,
-        TIMES_ONE_KTH: [gradient / k for gradient, k in zip(whole, ks, strict=True)],
-        MEAN_OF_MEANS: [total / k for total, k in zip(sums, ks, strict=True)],
-        FIRST_LABELS: [gradient * share for gradient, share in zip(whole, shares, strict=True)],
-    }
-    for name, plain in formulas.items():
+    """Name the plain formula that gives the gradients of all steps.
+
+    Args:
+        whole: of each step in one batch.
+        parts: of the micro-batches of each step, [k, n].
+        counts: their labels, see `_count_labels`.
+        is_sum: whether the loss is one, so that the parts' sum is right, but for what samples share.
+    """
+    ks, sizes = [len(each) for each in parts], [torch.tensor(each, dtype=torch.float32).T for each in counts]
+    shares = [(behind.sum() / every.sum()).item() for every, behind in sizes]
+    formulas = [
+        (EXACT, whole),
+        (SHARED if is_sum else TIMES_K, [each.sum(0) for each in parts]),
+        (TIMES_ONE_KTH, [gradient / k for gradient, k in zip(whole, ks, strict=True)]),
+        (TIMES_ONE_KTH if is_sum else MEAN_OF_MEANS, [each.sum(0) / k for each, k in zip(parts, ks, strict=True)]),
+        (FIRST_LABELS, [gradient * share for gradient, share in zip(whole, shares, strict=True)]),
+        *(
+            (SHARED, [(size[way] @ each) / size[way].sum() for size, each in zip(sizes, parts, strict=True)])
+            for way in (0, 1)
+        ),
+    ]
+    for name, plain in formulas:
         if all(measure_distance(x, y) < SAME for x, y in zip(gradients, plain, strict=True)):
             return name
     return OTHER

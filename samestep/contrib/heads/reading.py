@@ -27,6 +27,8 @@ NUMBER = "num_items_in_batch"
 OTHER_TASKS = r"regression|multi_label|num_labels == 1"
 """Branches for targets that are no classes."""
 LOSS_NAMES = r"loss|criterion|cross_entropy|objective|nll"
+LABELS = frozenset({"labels"})
+"""Targets that are read first: others of the same head are optional."""
 DEEPEST = 6
 
 
@@ -49,7 +51,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What the source of a head says.
+    """Holds what the source of a head says.
 
     Attributes:
         verdict: the step that Trainer takes with it, one of those that a comparison finds, `UNKNOWN` or `NO_LOSS`.
@@ -66,7 +68,11 @@ def read_head(made: Any) -> Reading:
     """Read which step Trainer takes with a class of heads."""
     takes_number, counts = _takes_number(made), _has_counted_labels(made)
     try:
-        losses = list(_find_losses(made.forward, made, frozenset(list_targets(made)), takes_number and counts))
+        every = frozenset(list_targets(made))
+        found = (
+            list(_find_losses(made.forward, made, names, takes_number and counts)) for names in (every & LABELS, every)
+        )
+        losses = next(filter(None, found), [])
     except (OSError, SyntaxError):  # no source
         return Reading(UNKNOWN, takes_number, False)
     uses_number = bool(losses) and all(loss.uses_number for loss in losses)
@@ -245,7 +251,8 @@ def _follow(
     elif name == "self.loss_function" and made is not None:
         function = LOSS_MAPPING[_find_loss_type(made) or "ForCausalLM"]
         for loss in _read_function(function, hands_on, ignored, depth):
-            yield dataclasses.replace(loss, is_sum=loss.is_sum or _is_sum(call, made))
+            is_shifted = loss.is_shifted and not _gives_unshifted(call, source, derived)
+            yield dataclasses.replace(loss, is_sum=loss.is_sum or _is_sum(call, made), is_shifted=is_shifted)
     elif re.search(r"ctc_loss", name):
         yield Loss(False, is_sum=_is_sum(call, made))
     elif (
@@ -274,6 +281,24 @@ def _read_function(function: Callable, hands_on: bool, ignored: int | None, dept
             is_shifted=loss.is_shifted or function is ForCausalLMLoss,
             ignored=own if isinstance(own, int) else loss.ignored,
         )
+
+
+def _gives_unshifted(call: ast.Call, source: _Source, derived: frozenset[str]) -> bool:
+    """Tell whether a call gives labels as they are in place of shifted ones."""
+    for word in call.keywords:
+        if word.arg == "shift_labels" and _uses(word.value, derived):
+            made = [
+                ast.unparse(node.value)
+                for node in _walk(source.node)
+                if isinstance(node, ast.Assign) and _assigns(node, word.value)
+            ]
+            return not any("pad(" in text or "1:" in text for text in made)
+    return False
+
+
+def _assigns(node: ast.Assign, name: ast.AST) -> bool:
+    """Tell whether a statement gives a value to a name."""
+    return ast.unparse(node.targets[0]) == ast.unparse(name)
 
 
 def _is_sum(call: ast.Call, made: Any) -> bool:
@@ -319,7 +344,8 @@ def _find_called(name: str, made: Any) -> tuple[Callable, Any] | None:
                 and ast.unparse(node.targets[0]) == name
                 and isinstance(node.value, ast.Call)
             ):
-                found = source.names.get(ast.unparse(node.value.func))
-                if isinstance(found, type) and issubclass(found, nn.Module):
+                found: Any = source.names.get(ast.unparse(node.value.func))
+                is_module = isinstance(found, type) and issubclass(found, nn.Module)
+                if is_module:
                     return found.forward, found
     return None

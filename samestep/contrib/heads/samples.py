@@ -27,7 +27,7 @@ INPUTS = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "i
 """Main inputs that can be drawn."""
 PADDING = {"input_ids": 0, "attention_mask": 0, "bbox": 0}
 LISTS = ("mask_labels", "class_labels")
-"""What a batch has as a list, with an entry for each sample, besides lists of dictionaries."""
+"""Targets that a batch has as a list, with an entry for each sample, besides lists of dictionaries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,4 +204,4 @@ TARGETS: dict[str, Callable[[int, torch.Tensor, Samples], Sample]] = {
     "object detection": draw_boxes,
     "segmentation by masks": draw_masks,
 }
-"""What is drawn as targets, by kind; a class of all else."""
+"""Functions that draw targets, by kind; a class for all else."""

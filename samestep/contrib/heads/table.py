@@ -19,13 +19,13 @@ import transformers
 
 from samestep.contrib.heads import reading, tiny
 from samestep.contrib.heads.comparison import NotMeasuredError, compare
-from samestep.contrib.heads.verdicts import EXACT, VERDICTS
+from samestep.contrib.heads.verdicts import EXACT, VERDICTS, agrees
 
 Row = dict[str, Any]
 SECONDS = 180
 """Longest that a head may take, a load on the machine included."""
 NEEDS = re.compile(r"requires the (\w+) library")
-"""How transformers says that a package is missing."""
+"""Words with which transformers says that a package is missing."""
 
 
 def ask_head(name: str) -> Row:
@@ -91,7 +91,7 @@ def print_table(names: Sequence[str]) -> bool:
     print(
         f"{len(rows)} heads, {len(ran)} run: {', '.join(f'{counts[name]} {name}' for name in VERDICTS if counts[name])}"
     )
-    agreed = sum(row["verdict"] == row["read"] for row in ran)
+    agreed = sum(agrees(row["read"], row["verdict"]) for row in ran)
     exact = sum("exact_error" in row for row in ran)
     print(f"read in the source as it was run: {agreed}; exact(Trainer): {exact} exact, {len(ran) - exact} refused")
     return all(row["verdict"] == EXACT for row in ran)
