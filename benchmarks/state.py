@@ -1,20 +1,18 @@
 """Which step do transformers' heads take in Trainer, TRL's trainers, and both made exact: a dated state.
 
-    make bench NAME=state                        all of it, about 15 minutes; --only heads, or --only trainers
+    make bench NAME=state                        all of it, about half an hour; --only heads, or --only trainers
 
-Every head that transformers lists for texts is checked as `samestep check-model` does it, if its configuration allows small
-sizes: 7 samples of different lengths, steps of 4 and of 3 samples, as 2 x 2 and 1 x 4 micro-batches. TRL's trainers are
-compared with themselves in one micro-batch. Writes benchmarks/results/state.* and docs/state-of-the-step.md.
+Every head of transformers that computes a loss is read, and checked as `samestep check-model --all` does it, if its
+configuration allows small sizes: 7 samples, steps of 4 and of 3 samples, as 2 x 2 and 1 x 4 micro-batches. Heads for images
+and texts get texts alone where these are their main input. TRL's trainers are compared with themselves in one micro-batch.
+Writes benchmarks/results/state.* and docs/state-of-the-step.md.
 """
 
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import io
 import os
-import re
-import signal
 import sys
 import tempfile
 import warnings
@@ -30,31 +28,17 @@ import torch
 import transformers
 from common import fresh_accelerator
 
-from samestep.contrib.heads import tiny
-from samestep.contrib.heads.comparison import (
-    CUTS,
-    EXACT,
-    FIRST_LABELS,
-    MEAN_OF_MEANS,
-    OTHER,
-    TIMES_K,
-    NotMeasuredError,
-    compare,
-    measure_distance,
-)
+from samestep.contrib.heads import reading, table, tiny
+from samestep.contrib.heads.comparison import CUTS, measure_distance
+from samestep.contrib.heads.verdicts import VERDICTS, agrees
 from samestep.errors import UsageError
 
 PAGE = ROOT / "docs" / "state-of-the-step.md"
-GUIDE = "../../docs/your-trainer.md"
+DOCS = "../../docs"
+GUIDE = f"{DOCS}/your-trainer.md"
 PARTS = ("heads", "trainers")
 ROUNDING = 1e-5
 """Relative error of a step that is exact."""
-SECONDS = 120  # for a head
-VERDICTS = (EXACT, TIMES_K, MEAN_OF_MEANS, FIRST_LABELS, OTHER)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Heads in Trainer
 
 
 @contextlib.contextmanager
@@ -65,27 +49,6 @@ def quiet():
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def end(*_: Any) -> None:
-    raise TimeoutError(f"more than {SECONDS} seconds")
-
-
-def ask_head(name: str) -> dict[str, Any]:
-    """Compare a head; `failed` is why it could not be."""
-    row: dict[str, Any] = {"head": name, "kind": tiny.list_heads()[name][0]}
-    signal.signal(signal.SIGALRM, end)
-    signal.alarm(SECONDS)
-    try:
-        with quiet():
-            head = tiny.find_head(name)
-            found = dataclasses.asdict(compare(head.build, head.kind))
-        row |= {key: value for key, value in found.items() if value not in ("", None)}
-    except (Exception, NotMeasuredError) as error:
-        kind = "" if isinstance(error, NotMeasuredError) else f"{type(error).__name__}: "
-        row["failed"] = f"{kind}{error}".strip().splitlines()[0][:160]
-    signal.alarm(0)
-    return row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,20 +93,24 @@ def main() -> None:
     parser = harness.flags("state", __doc__, only=PARTS)
     parser.add_argument("--heads", nargs="+", metavar="CLASS", help="of the heads only these")
     arguments = parser.parse_args()
-    heads = tiny.list_heads()
-    names = arguments.heads or sorted(heads) if "heads" in arguments.only else []
+    names = (arguments.heads or list(tiny.list_heads())) if "heads" in arguments.only else []
     rows = harness.read_other_rows(arguments.output, "heads", "head", names)
+    rows += table.ask_heads(
+        names, lambda row: print(f"{row['head']}: {row.get('verdict') or row['failed']}", flush=True)
+    )
+    for row in rows:
+        if "read" not in row:  # of a file of an older release
+            row["read"] = reading.read_head(tiny.find_class(row["head"])).verdict
     with concurrent.futures.ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        rows += pool.map(ask_head, names)
         cases = list(trl_runs.make_cases()) if "trainers" in arguments.only else []
         trainers = harness.read_other_rows(arguments.output, "trainers", "trainer", cases)
         trainers += pool.map(ask_trainer, cases)
-    rows.sort(key=lambda row: (list(tiny.KINDS).index(row["kind"]), row["head"]))
+    rows.sort(key=lambda row: (tiny.ORDER.index(row["kind"]), row["head"]))
     about = harness.about("make bench NAME=state", ("torch", "transformers", "accelerate", "trl"), 1)
     results = {"about": about, "heads": rows, "trainers": trainers}
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "state":
-        PAGE.write_text(markdown(results).replace(GUIDE, Path(GUIDE).name), encoding="utf-8")
+        PAGE.write_text(markdown(results).replace(f"{DOCS}/", ""), encoding="utf-8")
 
 
 def explain(refusal: str) -> str:
@@ -156,14 +123,15 @@ def explain(refusal: str) -> str:
 def markdown(results: dict[str, Any]) -> str:
     done = [row for row in results["heads"] if "failed" not in row]
     failed = [row for row in results["heads"] if "failed" in row]
-    table = []
+    counted = []
     for kind in dict.fromkeys(row["kind"] for row in results["heads"]):
         rows = [row for row in done if row["kind"] == kind]
         counts = collections.Counter(row["verdict"] for row in rows)
         ours = [row["exact_error"] for row in rows if "exact_error" in row]
-        table.append(
+        counted.append(
             [
                 kind,
+                sum(row["kind"] == kind for row in results["heads"]),
                 len(rows),
                 *(counts[name] for name in VERDICTS),
                 sum(error < ROUNDING for error in ours),
@@ -171,9 +139,10 @@ def markdown(results: dict[str, Any]) -> str:
                 f"{max(ours, default=0):.0e}",
             ]
         )
-    names = ["exact", "k times", "mean of means", "first labels", "another"]
+    names = ["exact", "k times", "1 / k", "mean of means", "first labels", "shared", "another"]
     columns = [
         "heads of",
+        "read",
         "run",
         *(f"Trainer: {name}" for name in names),
         "`exact(Trainer)`: exact",
@@ -191,7 +160,13 @@ def markdown(results: dict[str, Any]) -> str:
     lists += [f"**Refused for {reason}** ({len(heads)}): {', '.join(heads)}.\n" for reason, heads in refused.items()]
     rough = [f"`{row['head']}` {row['exact_error']:.0e}" for row in done if row.get("exact_error", 0) >= ROUNDING]
     lists += [f"**Accepted, and above {ROUNDING:.0e}**: {', '.join(rough)}.\n"] if rough else []
-    reasons = collections.Counter(re.sub(r"[\d,.]+", "N", row["failed"])[:90] for row in failed)
+    agreed = sum(agrees(row["read"], row["verdict"]) for row in done)
+    others = [f"`{row['head']}` ({row['read']})" for row in done if not agrees(row["read"], row["verdict"])]
+    only_read = []
+    for name in dict.fromkeys([*VERDICTS, *(row["read"] for row in failed)]):
+        heads = [f"`{row['head']}`" for row in failed if row["read"] == name]
+        only_read += [f"**Read: {name}** ({len(heads)}): {', '.join(heads)}.\n"] if heads else []
+    reasons = [f"- `{row['head']}`: {row['failed']}" for row in failed if row["failed"] != row["read"]]
     trainers = [
         [
             row["class"],
@@ -205,19 +180,27 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     title = "The state of the step"
     body = (
-        f"{len(done)} heads of transformers were run in its Trainer, and {len(trainers)} cases of TRL's trainers, beside plain "
-        f"PyTorch, in micro-batches of one process. `exact(...)` is [one line]({GUIDE}). A factor k in the gradient is "
-        "hidden by AdamW and by clipping; the logged loss, SGD and the logged norm show it. A mean of means is hidden by "
-        f"nothing. How the libraries could mend them: [upstream]({GUIDE}#what-libraries-could-do).\n\n"
+        f"{len(results['heads'])} heads of transformers were read, and {len(done)} of them run in its Trainer, and "
+        f"{len(trainers)} cases of TRL's trainers, beside plain PyTorch, in micro-batches of one process. `exact(...)` is [one "
+        f"line]({GUIDE}). A factor k in the gradient is hidden by AdamW and by clipping; the logged loss, SGD and the logged "
+        "norm show it. A mean of means is hidden by nothing. Heads for images and texts, or sounds and texts, were given texts "
+        f"alone where these are their main input. Loops of other libraries: [audited]({DOCS}/audited.md). How the libraries "
+        f"could mend theirs: [upstream]({DOCS}/upstream.md).\n\n"
         "## Heads in Trainer\n\n"
-        f"{harness.table(columns, table)}\n"
+        f"{harness.table(columns, counted)}\n"
         "*k times*: the gradient is the sum of the micro-batches' means, k of them: `**kwargs` takes the number of targets, "
-        "and the head does not use it. *Mean of means*: the last step, or steps of ragged texts, weigh micro-batches alike. "
-        "*First labels*: Trainer counts the first label of a row, which nothing predicts; where it is -100, as of a prompt, "
-        "nothing is wrong.\n\n"
+        "and the head does not use it. *1 / k*: a sum, which Trainer divides by k. *Mean of means*: the last step, or steps of "
+        "ragged texts, weigh micro-batches alike. *First labels*: Trainer counts the first label of a row, which nothing "
+        "predicts; where it is -100, as of a prompt, nothing is wrong. *Shared*: "
+        "Trainer divides rightly, and the model lets samples of a micro-batch see each other's padding, or normalises by the "
+        "batch.\n\n"
         f"{chr(10).join(lists)}\n"
-        f"Not run: {len(failed)} heads, whose configuration has no small form here, or which want inputs that texts are not: "
-        f"{'; '.join(f'{reason} ({count})' for reason, count in reasons.most_common(6))}; others.\n\n"
+        f"What was read in the source is what was run for {agreed} of {len(done)} heads"
+        f"{'; not for ' if others else ''}{', '.join(others)}.\n\n"
+        "## Heads that were read only\n\n"
+        "The verdict is what their source says, and was not run. A head that computes no loss takes targets all the same, and "
+        f"Trainer cannot train it.\n\n{chr(10).join(only_read)}\n"
+        f"Why they were not run:\n\n{chr(10).join(reasons)}\n\n"
         "## TRL's trainers\n\n"
         f"{harness.table('trainer | data | options | error, 2 x 2 / 1 x 4 | made exact | mean over, or why not', trainers)}\n"
         "Error of the gradient of a step, the larger of two, beside the same trainer in one micro-batch a step. The last step "

@@ -204,6 +204,34 @@ def test_heads_and_losses_that_nobody_told_it_of(tmp_path, name):
         assert ours._noted == [2, 2, 2, 2, 2, 1], "what it notes while it is measured is forgotten"
 
 
+class SumOfLosses(TwiceTheLoss):
+    """A trainer whose loss is a sum: divided by nothing."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        size = len(inputs["labels"])
+        loss = super().compute_loss(model, inputs, return_outputs)
+        return (loss[0] * size, loss[1]) if return_outputs else loss * size
+
+
+def test_a_loss_that_is_a_sum(tmp_path):
+    def train(made, b, k):
+        return train_head(tmp_path, made, lambda: bert("BertForMultipleChoice"), Choices(), b, k)
+
+    whole = train(SumOfLosses, 4, 1)
+    ours = [train(exact(SumOfLosses), *cut) for cut in ((2, 2), (1, 4))]
+    assert ours[0].loss_divisor == "1"
+    for trainer in ours:
+        check(trainer, whole)
+    losses = []
+    for size in (2, 11):
+        fresh_accelerator()
+        arguments = make_arguments(tmp_path, per_device_eval_batch_size=size)
+        torch.manual_seed(0)
+        model = bert("BertForMultipleChoice").double()
+        losses.append(exact(SumOfLosses)(model, arguments, eval_dataset=Choices()).evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
 def test_an_evaluation_with_metrics(tmp_path):
     """Of a measured loss: predictions come with it, and the loss is the mean over all samples."""
     evaluated = []

@@ -96,6 +96,10 @@ class Divisor:
                 )
         return torch.tensor([counts[self.name]])
 
+    def find_total(self, counts: torch.Tensor) -> torch.Tensor:
+        """Find what a step's loss is divided by, from the counts of its parts, added up: 1 if it is a sum."""
+        return torch.ones_like(counts) if self.name == ONE else counts
+
     def take_sums(self, ask: Callable[[], torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
         """Ask the loss of a batch, and return its sum, [1]."""
         loss = ask()
@@ -121,6 +125,12 @@ class Terms:
     def count(self, batch: Batch) -> torch.Tensor:
         """Count a batch, int64 [terms]."""
         return torch.cat([divisor.count(batch) for divisor in self.divisors])
+
+    def find_total(self, counts: torch.Tensor) -> torch.Tensor:
+        """Find what each term of a step is divided by, from the counts of its parts, added up."""
+        return torch.cat(
+            [divisor.find_total(part) for divisor, part in zip(self.divisors, counts.split(1), strict=True)]
+        )
 
     def take_sums(self, ask: Callable[[], torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
         """Ask the loss of a batch, and return the sums of its terms, [terms]."""

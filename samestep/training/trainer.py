@@ -149,6 +149,10 @@ class ExactStep(Trainer):
         assert self._divisor is not None, "measured before the first batch is read"
         return self._divisor.count(batch)
 
+    def _find_total(self, counts: torch.Tensor) -> torch.Tensor:
+        """Find what the terms of a step are divided by; counts: of all its parts."""
+        return counts if self._divisor is None else self._divisor.find_total(counts)
+
     def _measure(self, loader: Any) -> None:
         """Check or measure the trainer's own loss, before the first step, on samples that are the same on every process."""
         if self._divisor is None and not self._is_compared:
@@ -214,7 +218,7 @@ class ExactStep(Trainer):
         if self._placeholder is not None:
             batches += [self._placeholder] * (num_batches - len(batches))
         self._num_windows += 1
-        return batches, total_counts(self.accelerator, convert_counts(local_counts, self._dtype))
+        return batches, self._find_total(total_counts(self.accelerator, convert_counts(local_counts, self._dtype)))
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a micro-batch's gradient as the trainer does, of this class's loss and of no other."""
@@ -248,7 +252,8 @@ class ExactStep(Trainer):
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics and self._evaluated is not None:
-            totals = self.accelerator.reduce(self._evaluated, reduction="sum").cpu()
+            sums, counts = self.accelerator.reduce(self._evaluated, reduction="sum").cpu()
+            totals = torch.stack([sums, self._find_total(counts)])
             weights = torch.ones_like(totals[0]) if self._weights is None else torch.as_tensor(self._weights).to(totals)
             output.metrics[name] = weighted_loss(*totals, weights).item()
         return output

@@ -16,7 +16,8 @@ import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from samestep.contrib.heads import tiny
+from samestep.contrib.heads.samples import Samples
+from samestep.contrib.heads.verdicts import EXACT, FIRST_LABELS, MEAN_OF_MEANS, OTHER, SHARED, TIMES_K, TIMES_ONE_KTH
 from samestep.errors import UsageError
 from samestep.models import packing
 from samestep.step.losses import IGNORED
@@ -28,8 +29,6 @@ CUTS = ((2, 2), (1, 4))
 """b, k."""
 SAME = 1e-4
 """Relative error of a gradient that a formula gives."""
-EXACT, TIMES_K, MEAN_OF_MEANS, OTHER = "exact", "k times too large", "mean of means", "another step"
-FIRST_LABELS = "divided by too many targets: the first label of a row, which nothing predicts, is counted"
 
 
 class NotMeasuredError(Exception):
@@ -76,21 +75,28 @@ def measure_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (torch.dist(a, b) / b.norm()).item()
 
 
-def compare(build: Callable[[], nn.Module], kind: str) -> Comparison:
+def compare(build: Callable[[], nn.Module], samples: Samples) -> Comparison:
     """Compare the steps with a head.
 
     Args:
         build: makes it, with the same weights each time, in float32, without noise.
-        kind: one of `tiny.KINDS`, which says what samples it gets.
+        samples: that it gets.
 
     Raises:
         NotMeasuredError: its gradient says nothing. Else what the head raises.
     """
-    model, join = build(), tiny.collate(kind)
+    model = build()
+
+    def join(numbers: tuple[int, ...]) -> dict[str, Any]:
+        return samples.join([samples.draw(number) for number in numbers])
+
+    values: dict[tuple[int, ...], float] = {}
 
     def compute(numbers: tuple[int, ...]) -> torch.Tensor:
         model.zero_grad()
-        model.train()(**join([tiny.draw(kind, number) for number in numbers])).loss.backward()
+        loss = find_loss(model.train()(**join(numbers)))
+        loss.backward()
+        values[numbers] = loss.item()
         return _join(model)
 
     whole = [compute(step) for step in STEPS]
@@ -98,28 +104,31 @@ def compare(build: Callable[[], nn.Module], kind: str) -> Comparison:
         raise NotMeasuredError("its gradient is not finite, or 0, on these samples")
     if max(measure_distance(compute(step), gradient) for step, gradient in zip(STEPS, whole, strict=True)) > 1e-6:
         raise NotMeasuredError("it draws at random, also without dropout")
-    first = [_share_predicted(join([tiny.draw(kind, number) for number in step])) for step in STEPS]
     verdicts, errors, norms = set(), [], []
     for b, k in CUTS:
         cuts = [[step[first : first + b] for first in range(0, len(step), b)] for step in STEPS]
-        sums = [torch.stack([compute(part) for part in cut]).sum(0) for cut in cuts]
-        gradients, _ = _train(build(), kind, Trainer, b, k)
-        verdicts.add(_find_formula(gradients, whole, sums, [len(cut) for cut in cuts], first))
+        parts = [torch.stack([compute(part) for part in cut]) for cut in cuts]
+        counts = [[_count_labels(join(part)) for part in cut] for cut in cuts]
+        gradients, _ = _train(build(), samples, Trainer, b, k)
+        is_sum = _is_sum(values[STEPS[0]], [values[part] for part in cuts[0]])
+        verdicts.add(_find_formula(gradients, whole, parts, counts, is_sum))
         errors += [measure_distance(x, y) for x, y in zip(gradients, whole, strict=True)]
         norms.append((gradients[0].norm() / whole[0].norm()).item())
     wrong = verdicts - {EXACT}
     found = Comparison(OTHER if len(wrong) > 1 else min(wrong, default=EXACT), max(errors), tuple(norms))
-    if kind == "causal language model":
+    if samples.kind == "causal language model":
         found = dataclasses.replace(found, packing=_find_leak(build()))
     try:
-        ours = [_train(build(), kind, exact(Trainer), b, k) for b, k in CUTS]
+        ours = [_train(build(), samples, exact(Trainer), b, k) for b, k in CUTS]
     except UsageError as error:
         return dataclasses.replace(found, refusal=str(error))
     errors = [measure_distance(x, y) for gradients, _ in ours for x, y in zip(gradients, whole, strict=True)]
     return dataclasses.replace(found, exact_error=max(errors), divisor=ours[0][1].loss_divisor)
 
 
-def _train(model: nn.Module, kind: str, trainer: type[Trainer], b: int, k: int) -> tuple[list[torch.Tensor], Any]:
+def _train(
+    model: nn.Module, samples: Samples, trainer: type[Trainer], b: int, k: int
+) -> tuple[list[torch.Tensor], Any]:
     """Take the steps; return their gradients, and the trainer."""
     gradients = _Gradients()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -139,34 +148,64 @@ def _train(model: nn.Module, kind: str, trainer: type[Trainer], b: int, k: int) 
             logging_strategy="no",
             disable_tqdm=True,
         )
-        data = [tiny.draw(kind, number) for step in STEPS for number in step]
-        made = trainer(model, arguments, data_collator=tiny.collate(kind), train_dataset=data, callbacks=[gradients])
+        data = [samples.draw(number) for step in STEPS for number in step]
+        made = trainer(model, arguments, data_collator=samples.join, train_dataset=data, callbacks=[gradients])
         made.remove_callback(transformers.PrinterCallback)
         made.train()
     return gradients.all, made
 
 
-def _share_predicted(batch: dict[str, torch.Tensor]) -> float:
-    """Compute the share of the labels that are not the first of their row."""
-    labels = batch.get("labels", torch.zeros(1, 2))
-    return ((labels[..., 1:] != IGNORED).sum() / (labels != IGNORED).sum()).item() if labels.ndim > 1 else 1.0
+def find_loss(outputs: Any) -> torch.Tensor:
+    """Find the loss among what a head returned, as Trainer does."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+    if loss is None:
+        raise NotMeasuredError("it returns no loss for these targets")
+    return loss
+
+
+def _count_labels(batch: dict[str, Any]) -> tuple[int, int]:
+    """Count the labels of a batch, and those that are not the first of their row; 1 where they are no tensor."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
+        return 1, 1
+    behind = labels[..., 1:] if labels.ndim > 1 else labels
+    return int((labels != IGNORED).sum()), int((behind != IGNORED).sum())
+
+
+def _is_sum(whole: float, parts: list[float]) -> bool:
+    """Tell whether a loss is nearer to the sum of its parts than to their mean."""
+    return abs(whole - sum(parts)) < abs(whole - sum(parts) / len(parts))
 
 
 def _find_formula(
     gradients: list[torch.Tensor],
     whole: list[torch.Tensor],
-    sums: list[torch.Tensor],
-    ks: list[int],
-    shares: list[float],
+    parts: list[torch.Tensor],
+    counts: list[list[tuple[int, int]]],
+    is_sum: bool,
 ) -> str:
-    """Name the plain formula that gives the gradients of all steps."""
-    formulas = {
-        EXACT: whole,
-        TIMES_K: sums,
-        MEAN_OF_MEANS: [total / k for total, k in zip(sums, ks, strict=True)],
-        FIRST_LABELS: [gradient * share for gradient, share in zip(whole, shares, strict=True)],
-    }
-    for name, plain in formulas.items():
+    """Name the plain formula that gives the gradients of all steps.
+
+    Args:
+        whole: of each step in one batch.
+        parts: of the micro-batches of each step, [k, n].
+        counts: their labels, see `_count_labels`.
+        is_sum: whether the loss is one, so that the parts' sum is right, but for what samples share.
+    """
+    ks, sizes = [len(each) for each in parts], [torch.tensor(each, dtype=torch.float32).T for each in counts]
+    shares = [(behind.sum() / every.sum()).item() for every, behind in sizes]
+    formulas = [
+        (EXACT, whole),
+        (SHARED if is_sum else TIMES_K, [each.sum(0) for each in parts]),
+        (TIMES_ONE_KTH, [gradient / k for gradient, k in zip(whole, ks, strict=True)]),
+        (TIMES_ONE_KTH if is_sum else MEAN_OF_MEANS, [each.sum(0) / k for each, k in zip(parts, ks, strict=True)]),
+        (FIRST_LABELS, [gradient * share for gradient, share in zip(whole, shares, strict=True)]),
+        *(
+            (SHARED, [(size[way] @ each) / size[way].sum() for size, each in zip(sizes, parts, strict=True)])
+            for way in (0, 1)
+        ),
+    ]
+    for name, plain in formulas:
         if all(measure_distance(x, y) < SAME for x, y in zip(gradients, plain, strict=True)):
             return name
     return OTHER

@@ -1,19 +1,19 @@
-"""Heads of transformers with random weights and few parameters, and samples for them, without a download."""
+"""Heads of transformers with random weights and few parameters, without a download."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import inspect
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from samestep.contrib.heads.samples import INPUTS, Samples
+from samestep.contrib.heads.sizes import make_config
 from samestep.errors import UsageError
 
 KINDS = {
@@ -21,61 +21,79 @@ KINDS = {
     "token classification": "TOKEN_CLASSIFICATION",
     "question answering": "QUESTION_ANSWERING",
     "multiple choice": "MULTIPLE_CHOICE",
+    "speech to text": "SPEECH_SEQ_2_SEQ",
+    "image-text to text": "IMAGE_TEXT_TO_TEXT MULTIMODAL_LM",
     "sequence to sequence": "SEQ_TO_SEQ_CAUSAL_LM",
     "masked language model": "MASKED_LM",
     "causal language model": "CAUSAL_LM",
+    "next sentence": "NEXT_SENTENCE_PREDICTION",
+    "image classification": "IMAGE_CLASSIFICATION",
+    "video classification": "VIDEO_CLASSIFICATION",
+    "audio classification": "AUDIO_CLASSIFICATION",
+    "speech, CTC": "CTC",
+    "semantic segmentation": "SEMANTIC_SEGMENTATION",
+    "object detection": "OBJECT_DETECTION",
+    "segmentation by masks": "INSTANCE_SEGMENTATION UNIVERSAL_SEGMENTATION",
+    "depth estimation": "DEPTH_ESTIMATION",
+    "pretraining": "PRETRAINING",
 }
-"""Kinds of heads by the mapping of transformers that lists them. A class that several list is of the first kind."""
-WIDTH, INNER, LENGTH, MOST_PARAMETERS = 32, 32, 64, 3_000_000
-SIZES = {
-    **dict.fromkeys("hidden_size d_model n_embd dim embedding_size emb_dim word_embed_proj_dim".split(), WIDTH),
-    **dict.fromkeys(
-        "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim hidden_dim d_ff n_inner d_inner".split(), INNER
-    ),
-    **dict.fromkeys(
-        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers".split(), 2
-    ),
-    **dict.fromkeys(
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads".split(), 2
-    ),
-    **dict.fromkeys("num_key_value_heads num_experts_per_tok type_vocab_size conv_kernel".split(), 2),
-    **dict.fromkeys("max_position_embeddings n_positions n_ctx vocab_size".split(), LENGTH),
-    **dict.fromkeys("num_experts num_local_experts n_routed_experts time_step_rank".split(), 4),
-    **dict.fromkeys("d_kv d_head head_dim v_head_dim kv_lora_rank q_lora_rank".split(), 16),
-    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size".split(), 16),
-    **dict.fromkeys("mamba_d_state state_size num_buckets qk_rope_head_dim qk_nope_head_dim".split(), 8),
-    **dict.fromkeys("n_group topk_group n_shared_experts first_k_dense_replace".split(), 1),
-    **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 0},
+"""Kinds of heads by the mappings of transformers that list them. A class that several list is of the first kind."""
+OTHER_KIND = "other"
+ORDER = (*KINDS, OTHER_KIND)
+ENDINGS = {
+    "ForImageSegmentation": "object detection",
+    "ForSegmentation": "object detection",
+    "ForConditionalGeneration": "image-text to text",
+    "ForCausalLM": "causal language model",
+    "LMHeadModel": "causal language model",
+    "ForCausalImageModeling": "causal language model",
 }
-"""Fields of configurations, by the names that models use."""
-KEPT = ("output_router_logits", "router_aux_loss_coef", "problem_type", "tie_word_embeddings", "is_decoder")
-"""Fields that keep the value that they have, as they say what the loss is."""
+TARGETS = ("labels", "start_positions", "future_values", "target_values", "mask_labels", "class_labels", "targets")
+"""Names of what a head is to predict, besides names that end on `_label` and `_labels`."""
+NO_TARGETS = ("input_labels", "input_boxes_labels")
+"""Points that a user marks in an image."""
+TEXTS_ONLY = ("question answering", "multiple choice")
+MOST_PARAMETERS = 50_000_000
 
 
-def list_heads() -> dict[str, tuple[str, str]]:
-    """List the classes: name -> kind, type of the model."""
-    heads: dict[str, tuple[str, str]] = {}
-    for kind, task in KINDS.items():
-        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-            for name in [names] if isinstance(names, str) else names:
-                heads.setdefault(name, (kind, model_type))
-    return heads
+@functools.cache
+def list_kinds() -> dict[str, str]:
+    """List the classes that transformers has by kind: name -> kind."""
+    kinds: dict[str, str] = {}
+    for kind, tasks in KINDS.items():
+        for task in tasks.split():
+            for names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
+                for name in [names] if isinstance(names, str) else names:
+                    kinds.setdefault(name, kind)
+    return kinds
 
 
-def make_config(usual: PreTrainedConfig) -> Any:
-    """Make a configuration of small sizes without dropout from another one; what it raises where sizes do not go together."""
-    fields, renamed = usual.to_dict(), getattr(type(usual), "attribute_map", {})
-    computed = {
-        key for key in SIZES if isinstance(made := getattr(type(usual), key, None), property) and made.fset is None
-    }
-    known = {key for key in SIZES if key in fields or (hasattr(usual, key) and key not in renamed)} - computed
-    sizes = {key: value for key, value in SIZES.items() if key in known}
-    noise = {key: 0.0 for key, value in fields.items() if "drop" in key and isinstance(value, float)}
-    kept = {key: fields[key] for key in KEPT if key in fields}
-    config = type(usual)(**kept | sizes | noise)
-    if getattr(config, "is_encoder_decoder", False):
-        config.decoder_start_token_id = SIZES["decoder_start_token_id"]
-    return config
+def find_kind(name: str) -> str:
+    """Find the kind of a class."""
+    found = (kind for ending, kind in ENDINGS.items() if name.endswith(ending))
+    return list_kinds().get(name) or next(found, OTHER_KIND)
+
+
+def find_class(name: str) -> type[PreTrainedModel] | None:
+    """Find a class of models by its name; None: there is none."""
+    made = getattr(transformers, name, None)
+    is_model = isinstance(made, type) and issubclass(made, PreTrainedModel)
+    return made if is_model and made.__module__.startswith("transformers.models.") else None
+
+
+def list_targets(made: type[PreTrainedModel]) -> list[str]:
+    """List the names of what a class is to predict, of which its forward takes a loss."""
+    names = inspect.signature(made.forward).parameters
+    return [
+        name for name in names if name in TARGETS or (name.endswith(("_label", "_labels")) and name not in NO_TARGETS)
+    ]
+
+
+@functools.cache
+def list_heads() -> dict[str, str]:
+    """List all classes that take targets: name -> kind, in the order of `KINDS`. Imports every model: half a minute."""
+    names = [name for name in dir(transformers) if (made := find_class(name)) and list_targets(made)]
+    return {name: find_kind(name) for name in sorted(names, key=lambda name: (ORDER.index(find_kind(name)), name))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +102,7 @@ class Head:
 
     Attributes:
         name: of the class.
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or another.
         usual: its configuration, of any sizes.
     """
 
@@ -92,15 +110,32 @@ class Head:
     kind: str
     usual: PreTrainedConfig
 
+    def make_config(self) -> PreTrainedConfig:
+        """Make its configuration of small sizes."""
+        config = make_config(self.usual)
+        if self.kind == "question answering" or "Classification" in self.name:
+            config.num_labels = 2
+        if self.name == "ReformerModelWithLMHead":
+            config.is_decoder = True
+        return config
+
+    @functools.cached_property
+    def samples(self) -> Samples:
+        """Samples that it takes."""
+        made = getattr(transformers, self.name)
+        names = frozenset(inspect.signature(made.forward).parameters)
+        own = made.main_input_name if isinstance(made.main_input_name, str) else made.main_input_name[0]
+        wanted = "input_ids" if self.kind in TEXTS_ONLY else own
+        main = next((name for name in (wanted, *INPUTS) if name in names and name in INPUTS), "input_ids")
+        return Samples(self.kind, main, names, self.make_config())
+
     def build(self) -> nn.Module:
         """Make the head with the same random weights each time, in float32, without noise.
 
         Raises:
             ValueError: it is large, whatever its configuration says. Else what the class raises.
         """
-        config, made = make_config(self.usual), getattr(transformers, self.name)
-        if self.kind == "question answering" or "Classification" in self.name:
-            config.num_labels = 2
+        config, made = self.make_config(), getattr(transformers, self.name)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in made(config).parameters())
         if size > MOST_PARAMETERS:
@@ -120,71 +155,30 @@ def find_head(text: str) -> Head:
     """Find a head by the name of its class, a folder with config.json, or a name on the hub.
 
     Raises:
-        UsageError: there is none of that name, or it is none for texts.
+        UsageError: there is none of that name, or it takes no targets.
     """
-    heads = list_heads()
-    if text in heads:
-        kind, model_type = heads[text]
-        return Head(text, kind, CONFIG_MAPPING[model_type]())
+    if (made := find_class(text)) is not None:
+        if not list_targets(made):
+            raise UsageError(f"{text} takes no targets: it is no head that Trainer can train")
+        return Head(text, find_kind(text), _make_usual(made))
     if not Path(text).is_dir() and ("/" not in text or text.startswith((".", "/"))):
-        near = get_close_matches(text, heads, n=3)
+        near = get_close_matches(text, dir(transformers), n=3)
         hint = f": did you mean {' or '.join(near)}?" if near else ", and no folder"
-        raise UsageError(
-            f"{text} is none of the {len(heads)} heads for texts of transformers {transformers.__version__}{hint}"
-        )
+        raise UsageError(f"{text} is none of the heads of transformers {transformers.__version__}{hint}")
     try:
         usual = AutoConfig.from_pretrained(text)
     except Exception as error:  # of json, of the hub, of values that a configuration checks
         raise UsageError(f"{text}: no configuration could be read: {' '.join(str(error).split())[:300]}") from None
-    names = [name for name in usual.architectures or [] if name in heads]
+    names = [name for name in usual.architectures or [] if (made := find_class(name)) and list_targets(made)]
     if not names:
         raise UsageError(
-            f"{text}: config.json names {', '.join(usual.architectures or []) or 'no architecture'}, which is no head for "
-            "texts: give the name of a class"
+            f"{text}: config.json names {', '.join(usual.architectures or []) or 'no architecture'}, which is no head with "
+            "targets: give the name of a class"
         )
-    return Head(names[0], heads[names[0]][0], usual)
+    return Head(names[0], find_kind(names[0]), usual)
 
 
-def draw(kind: str, number: int) -> dict[str, torch.Tensor]:
-    """Draw a sample of 5 to 12 tokens; where several tokens are predicted, as many as the number says."""
-    length = 5 + number * 5 % 8
-    ids = (torch.arange(length) * (number + 3) + number * number) % 50 + 5
-    ids[-1] = SIZES["eos_token_id"]
-    every = torch.arange(length) % (2 + number % 3) == 0
-    targets = {
-        "token classification": lambda: {"labels": torch.where(every, ids % 2, -100)},
-        "question answering": lambda: {
-            "start_positions": torch.tensor(number % 3),
-            "end_positions": torch.tensor(1 + number % 4),
-        },
-        "masked language model": lambda: {"labels": torch.where(every, ids, -100)},
-        "causal language model": lambda: {"labels": torch.where(torch.arange(length) >= number % 3, ids, -100)},
-        "sequence to sequence": lambda: {"labels": ids[: 3 + number * 3 % 4]},
-    }
-    return {"input_ids": ids} | targets.get(kind, lambda: {"labels": torch.tensor(number % 2)})()
-
-
-def collate(kind: str) -> Callable[[list[dict]], dict[str, torch.Tensor]]:
-    """Make the collate function of a kind: padded to the longest, and answers to 16 tokens, over which they are a softmax."""
-
-    def join(samples: list[dict]) -> dict[str, torch.Tensor]:
-        ids = [sample["input_ids"] for sample in samples]
-        batch = {
-            "input_ids": pad_sequence(ids, True, 0),
-            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True, 0),
-        }
-        if kind == "question answering":
-            batch = {name: nn.functional.pad(rows, (0, 16 - rows.shape[1])) for name, rows in batch.items()}
-        if kind == "multiple choice":
-            others = pad_sequence([row.roll(1) for row in ids], True, 0)
-            batch = {
-                "input_ids": torch.stack([batch["input_ids"], others], 1),
-                "attention_mask": batch["attention_mask"],
-            }
-            batch["attention_mask"] = torch.stack([batch["attention_mask"]] * 2, 1)
-        for name in samples[0].keys() - {"input_ids"}:
-            values = [sample[name] for sample in samples]
-            batch[name] = pad_sequence(values, True, -100) if values[0].ndim else torch.stack(values)
-        return batch
-
-    return join
+def _make_usual(made: type[PreTrainedModel]) -> PreTrainedConfig:
+    """Make the configuration that a class has if nobody says another."""
+    types = made.config_class if isinstance(made.config_class, type) else made.config_class.__args__[0]
+    return types()
