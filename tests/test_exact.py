@@ -419,6 +419,22 @@ def test_what_a_loss_divides_by(ask, name):
     ]
 
 
+def test_a_parameter_that_some_samples_leave_out():
+    """As an expert that none of the tokens of a batch went to: it has no gradient there."""
+
+    class Experts(Bias):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Parameter(torch.tensor([0.5, 0.1, 0.2], dtype=torch.float64))
+
+        def forward(self, batch):
+            rows = super().forward(batch)
+            takes = batch["x"][:, 0] > 5
+            return rows + takes * (batch["x"][:, 0] * self.other.sum()) if takes.any() else rows
+
+    assert measure(lambda model, batch: model(batch).mean(), draw_rows(9, 4), model=Experts()).name == "rows of labels"
+
+
 def test_numbers_that_part_later_are_said():
     """Labels are counted, until one is ignored: then it is not known whether rows were meant."""
     divisor = measure(lambda model, batch: model(batch).mean(), draw_rows(9))

@@ -353,7 +353,9 @@ class Measurement:
         with torch.set_grad_enabled(bool(self.watched)):
             loss = self.ask(batch)
             gradients = torch.autograd.grad(loss.sum(), self.watched, allow_unused=True) if self.watched else ()
-        vector = [gradient.detach().flatten().double() for gradient in gradients if gradient is not None]
+        known = zip(self.watched, gradients, strict=True)
+        # 0 for a parameter that a batch leaves out, as the expert that none of its tokens went to
+        vector = [(torch.zeros_like(p) if g is None else g).detach().flatten().double() for p, g in known]
         values = [loss.detach().double().view(-1), *([torch.cat(vector)] if vector else [])]
         return Answer(tuple(value.cpu() for value in values), counts)
 

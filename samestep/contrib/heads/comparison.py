@@ -67,7 +67,9 @@ class _Gradients(TrainerCallback):
 
 
 def _join(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    """Join the gradients; 0 where there is none, as of experts that got no token."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+    return torch.cat([part.flatten() for part in parts])
 
 
 def measure_distance(a: torch.Tensor, b: torch.Tensor) -> float:

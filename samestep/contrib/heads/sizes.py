@@ -75,6 +75,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 4, "n_groups": 1},
+    "nemotron_h": {"n_groups": 1},
     "mistral4": {"head_dim": 32},
     "mimi": {"upsample_groups": WIDTH},
     "qwen2_5_omni_thinker qwen3_omni_moe_thinker": {"vision_start_token_id": 58},
