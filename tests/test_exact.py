@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,11 +275,11 @@ def test_a_trainer_of_an_older_trl_is_refused(monkeypatch):
     class Mine(trl.SFTTrainer):
         pass
 
-    monkeypatch.setattr(trl, "__version__", "1.11.0")
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__="1.11.0"))
     message = r"^exact\(Mine\) needs trl 1\.12 or newer, 1\.11\.0 is installed: pip install 'trl>=1\.12'$"
     with pytest.raises(UsageError, match=message):
         exact(Mine)
-    monkeypatch.setattr(trl, "__version__", "1.12.0")
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__="1.12.0"))
     assert issubclass(exact(Mine), Mine)
 
 

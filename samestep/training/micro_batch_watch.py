@@ -9,7 +9,7 @@ from samestep.errors import UsageError
 
 
 class MicroBatchWatch:
-    """What is known of a trainer's micro-batch, from when it is read until its gradient is there.
+    """Watches a trainer's micro-batch, from when it is read until its gradient is there.
 
     Attributes:
         num_losses: how many losses were computed, in training and in evaluation.
