@@ -15,8 +15,8 @@ from transformers import DataCollatorForLanguageModeling
 import samestep
 
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-IN_TEST_DOCS = {"docs/audit.md": 3, "docs/accumulation.md": 1}
-"""Documents whose blocks test_docs.py runs, and how many they are."""
+IN_TEST_DOCS = {"docs/audit.md": 3, "docs/accumulation.md": 1, "docs/upstream.md": 4}
+"""Documents whose blocks test_docs.py runs, or test_reproductions.py, and how many they are."""
 BLOCKS = [
     (str(path.relative_to(ROOT)), number, code)
     for path in documents()
