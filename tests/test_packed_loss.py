@@ -63,6 +63,9 @@ def test_the_gradient_is_that_of_the_padded_batch(train, build):
         for ours, true in zip(packed, padded, strict=True):
             assert torch.dist(ours, true) <= 1e-6 * true.norm()
     assert trainer.model.is_gradient_checkpointing
+    trainer.train()  # turns recomputation on again
+    for ours, true in zip(packed[len(padded) :], padded, strict=True):
+        assert torch.dist(ours, true) <= 1e-6 * true.norm()
 
 
 def test_no_padding_is_computed(train):
@@ -124,6 +127,10 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(UsageError, match=r"batch has next_sentence_label: PackedLoss packs input_ids"):
         packed(model, batch)
     del batch["next_sentence_label"]
+    with pytest.raises(UsageError, match=r"batch has input_ids, attention_mask, must have labels, too"):
+        packed(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
+    with pytest.raises(UsageError, match=r"the model is not the one that PackedLoss\(model\) was made of"):
+        packed(llama(), batch)
     batch["labels"][:, -1] = 1
     with pytest.raises(UsageError, match=r"2 labels are at places where attention_mask is 0: set them to -100"):
         packed(model, batch)

@@ -1,5 +1,6 @@
 """The making of models of transformers, and the attention kernel that they use."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -75,6 +76,15 @@ def recompute_activations(model: PreTrainedModel, options: dict[str, Any] | None
         model.activation_checkpointing_enable(options)
     else:
         model.gradient_checkpointing_enable(options)
+
+
+def recomputes_within(model: PreTrainedModel, context_fn: Callable) -> bool:
+    """Tell whether all layers that are computed again in the backward are so within `context_fn`.
+
+    transformers 5.23, `_gradient_checkpointing_func`: torch's checkpoint with its options, which nothing documented reads.
+    """
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
+    return all(getattr(f, "keywords", {}).get("context_fn") is context_fn for f in functions if f is not None)
 
 
 def trace_experts() -> AbstractContextManager:

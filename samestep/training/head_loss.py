@@ -90,14 +90,9 @@ class HeadLoss:
         """Tell whether these sums are all of a trainer's own loss of a batch, which may have other terms, or another mean."""
         try:
             sums, counts = self(model, batch)
-        except UsageError:
+        except UsageError:  # which is a ValueError
             raise
-        except (
-            KeyError,
-            IndexError,
-            ValueError,
-            RuntimeError,
-        ):  # no logits, or not one for each label: a head of its own
+        except (LookupError, ValueError, RuntimeError):  # no logits, or not one for each label: a head of its own
             return False
         own, ours = ask().mean().item(), (sums / nonzero(counts)).sum().item()
         dtype = next(model.parameters()).dtype

@@ -12,6 +12,7 @@ from samestep._internals.transformers_models import (
     attention_kernel,
     can_set_attention,
     recompute_activations,
+    recomputes_within,
     supports_sdpa,
 )
 from samestep.cut.layout import round_up
@@ -56,7 +57,8 @@ class PackedLoss:
             raise UsageError(f"{name} computes attention by itself, and not by torch's kernel (sdpa): leave it padded")
         own_kernel = attention_kernel(causal_lm.config)
         kernel = "varlen" if causal_lm.device.type == "cuda" and causal_lm.dtype.itemsize == 2 else "sdpa"
-        causal_lm.set_attn_implementation(sequences.register_beside(kernel, "sdpa"))
+        self._kernel = sequences.register_beside(kernel, "sdpa")
+        causal_lm.set_attn_implementation(self._kernel)
         if leak := packing.probe(causal_lm):
             causal_lm.set_attn_implementation(own_kernel)
             raise UsageError(f"{name}: in a row a sample reaches the next one ({leak}): leave it padded")
@@ -75,7 +77,7 @@ class PackedLoss:
             batch: input_ids, labels, int64 [b, T]; attention_mask [b, T], 0 where padding is: none is a token everywhere.
 
         Raises:
-            UsageError: the batch has other inputs; a label is where no token is.
+            UsageError: the batch has other inputs, or lacks some; a label is where no token is; it is another model.
         """
         batch = _without_first_labels(batch)
         if not model.training:
@@ -90,7 +92,7 @@ class PackedLoss:
         positions = torch.arange(num_tokens, device=ids.device) - ends[:-1].long().repeat_interleave(lengths)
         num_spare = round_up(num_tokens + 1, 6) - num_tokens  # at least one, and few sizes of rows
         row = Sequences(ends, num_tokens + num_spare)
-        self._recompute_inside_rows()
+        self._check_model(model)
         keep = {"logits_to_keep": places} if self._keeps_logits else {}
         with sequences.within(row):
             logits = model(
@@ -102,15 +104,27 @@ class PackedLoss:
         logits = logits if self._keeps_logits else logits[places]
         return cross_entropy_sum(logits, labels[places])[None], self._padded.targets(batch)
 
-    def _recompute_inside_rows(self) -> None:
-        """Let layers that are computed again in the backward know the row then, too; Trainer turns that on late."""
-        if self._causal_lm.is_gradient_checkpointing and not getattr(self, "_recomputes", False):
-            recompute_activations(self._causal_lm, {"use_reentrant": False, "context_fn": sequences.recomputation})
-            self._recomputes = True
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model whose attention would leave the samples; let layers that are computed again know the row, too.
+
+        Trainer turns recomputation on when it begins to train, each time.
+        """
+        if attention_kernel(self._causal_lm.config) != self._kernel or all(
+            module is not self._causal_lm for module in model.modules()
+        ):
+            raise UsageError(
+                "the model is not the one that PackedLoss(model) was made of, or its attention was set anew since: make "
+                "PackedLoss of the trainer's model, last"
+            )
+        causal_lm = self._causal_lm
+        if causal_lm.is_gradient_checkpointing and not recomputes_within(causal_lm, sequences.recomputation):
+            recompute_activations(causal_lm, {"use_reentrant": False, "context_fn": sequences.recomputation})
 
 
 def _without_first_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Ignore the labels of samples' first tokens, which only padding in front of them would predict; name the mask."""
+    if missing := [name for name in ("input_ids", "labels") if name not in batch]:
+        raise UsageError(f"batch has {', '.join(batch) or 'nothing'}, must have {' and '.join(missing)}, too")
     labels = batch["labels"]
     mask = batch.get("attention_mask", torch.ones_like(labels))
     if num_wrong := int(((labels != IGNORED) & (mask == 0)).sum()):

@@ -228,6 +228,7 @@ class ExactStep(Trainer):
         self._watch.check_number(before, owner)
         if self._num_windows == 1:
             self._watch.check_scale(loss, owner)
+        self._watch.read({})  # compute_loss may be called with other batches in between
         return loss
 
     def evaluation_loop(
