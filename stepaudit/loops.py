@@ -37,7 +37,7 @@ def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
 
 
 def trainer_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
-    """Accumulate as transformers 5.23's Trainer: a forward with **kwargs gets `num_items_in_batch`, others are divided by k."""
+    """Accumulate as transformers 5.24's Trainer: a forward with **kwargs gets `num_items_in_batch`, others are divided by k."""
     takes_number = getattr(
         model,
         "accepts_loss_kwargs",

@@ -35,7 +35,7 @@ def one_process():
     ],
 )
 def test_heads_of_each_kind(name, verdict, norms):
-    """transformers 5.23: a newer one that has mended a head fails here, and docs/state-of-the-step.md is to be written anew."""
+    """transformers 5.24: a newer one that has mended a head fails here, and docs/state-of-the-step.md is to be written anew."""
     head = tiny.find_head(name)
     found = comparison.compare(head.build, head.samples)
     assert found.verdict == verdict

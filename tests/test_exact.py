@@ -308,6 +308,12 @@ def test_what_is_refused_in_the_first_step(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs) * torch.rand(())
 
+    class Strict(TwiceTheLoss):
+        def compute_loss(self, model, *args, **kwargs):
+            if not model.training:
+                raise RuntimeError("it only trains.")
+            return super().compute_loss(model, *args, **kwargs)
+
     def normalised():
         model = bert("BertForMultipleChoice")
         model.classifier = nn.Sequential(nn.BatchNorm1d(16), model.classifier)
@@ -328,6 +334,11 @@ def test_what_is_refused_in_the_first_step(tmp_path):
         (Divided, build, r"training_step of Divided made \S+ of a loss of \S+, must leave it"),
         (Contrast, build, "the loss of Contrast is not that of its samples"),
         (Noise, build, "the loss of Noise draws at random"),
+        (
+            Strict,
+            build,
+            "in evaluation mode, and raised RuntimeError: it only trains. If it trains with them, give loss=",
+        ),
         (TwiceTheLoss, normalised, "classifier.0 and 0 more of the model's modules normalise by the samples"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_an_adapter_loads_in_peft(finetune, tmp_path, kind, fiel
     for place in (folder, folder / "checkpoint-2"):
         assert (place / "adapter_model.safetensors").exists()
         models = [peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), place)]
-        if "dora" not in flags:  # whose lengths transformers 5.23 does not load, from any folder
+        if "dora" not in flags:  # whose lengths transformers 5.24 does not load, from any folder
             models.append(AutoModelForCausalLM.from_pretrained(place))
         with torch.no_grad():
             logits += [model.eval()(token_ids).logits for model in models]

@@ -82,7 +82,7 @@ def render_turns(
 ) -> tuple[str, list[list[int]]]:
     """Render a conversation as `apply_chat_template` does, at a time of our choice.
 
-    transformers 5.23, `_compile_jinja_template` of chat_template_utils: it has no documented way to give a template another
+    transformers 5.24, `_compile_jinja_template` of chat_template_utils: it has no documented way to give a template another
     clock, or to learn which turn a character is of. Its environment is used as it is: limits, filters and extensions. The tree
     of the template gets calls at the beginning of each round of its loops, which write nothing.
 

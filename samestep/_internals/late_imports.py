@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 BITSANDBYTES = "bitsandbytes"
-"""Imported by peft 0.21's helpers, which transformers 5.23's trainer_utils import: with Inductor, a second in every process."""
+"""Imported by peft 0.21's helpers, which transformers 5.24's trainer_utils import: with Inductor, a second in every process."""
 
 
 class _LateModule(ModuleType):

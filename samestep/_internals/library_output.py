@@ -32,7 +32,7 @@ def quiet_libraries() -> None:
     """Hide the progress bars of short work, and the warnings of transformers and of the hub's client.
 
     datasets 5.2: `datasets.utils.tqdm.tqdm` makes all its bars; tqdm's own `delay` has no global default, and without any
-    bars a large corpus would seem to hang. transformers 5.23: the LOAD REPORT is a warning, and what is wrong with weights
+    bars a large corpus would seem to hang. transformers 5.24: the LOAD REPORT is a warning, and what is wrong with weights
     ends a run anyway. huggingface_hub 2.4 warns of each of five retries per file. What the libraries' own variables
     (TRANSFORMERS_VERBOSITY, HF_HUB_VERBOSITY) ask for stays.
     """

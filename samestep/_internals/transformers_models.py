@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import moe
 
 EXPERTS_MATMUL = torch.ops.transformers.grouped_mm_fallback
-"""transformers 5.23: products of tokens [S, n] with the weights [E, n, m] of their experts, of which torch's FLOP counter knows
+"""transformers 5.24: products of tokens [S, n] with the weights [E, n, m] of their experts, of which torch's FLOP counter knows
 nothing."""
 EXPERTS_MATMUL_BACKWARD = getattr(torch.ops.transformers, "grouped_mm_fallback_backward", None)
 """The backward of `EXPERTS_MATMUL`; None: transformers is older (5.17), where nothing is traced."""
@@ -20,21 +20,21 @@ EXPERTS_MATMUL_BACKWARD = getattr(torch.ops.transformers, "grouped_mm_fallback_b
 def attention_kernel(config: PreTrainedConfig) -> str:
     """Return the name of the attention kernel that a model of this config uses.
 
-    transformers 5.23, `_attn_implementation`: the documented `set_attn_implementation` sets it, but nothing documented reads
+    transformers 5.24, `_attn_implementation`: the documented `set_attn_implementation` sets it, but nothing documented reads
     it.
     """
     return config._attn_implementation
 
 
 def supports_sdpa(model: PreTrainedModel) -> bool:
-    """Tell whether a model has torch's kernel of attention: transformers 5.23, `_supports_sdpa` of its class."""
+    """Tell whether a model has torch's kernel of attention: transformers 5.24, `_supports_sdpa` of its class."""
     return bool(model._supports_sdpa)
 
 
 def can_set_attention(model: PreTrainedModel) -> bool:
     """Tell whether a model's attention is a function of `AttentionInterface`, which can be exchanged.
 
-    transformers 5.23, `_can_set_attn_implementation`: the documented `set_attn_implementation` asks it, and only warns.
+    transformers 5.24, `_can_set_attn_implementation`: the documented `set_attn_implementation` asks it, and only warns.
     """
     return model._can_set_attn_implementation()
 
@@ -42,7 +42,7 @@ def can_set_attention(model: PreTrainedModel) -> bool:
 def choose_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel], kernel: str) -> None:
     """Let models of this config be made with `kernel`, or with eager where their class has no other.
 
-    transformers 5.23, `_supports_sdpa` and `_attn_implementation`: a class that does not support sdpa raises when it is made.
+    transformers 5.24, `_supports_sdpa` and `_attn_implementation`: a class that does not support sdpa raises when it is made.
     """
     config._attn_implementation = kernel if model_class._supports_sdpa else "eager"
 
@@ -50,7 +50,7 @@ def choose_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel
 def skip_weight_initialization() -> AbstractContextManager:
     """Make models without initial weights within this context: some initializations read numbers, which fake tensors lack.
 
-    transformers 5.23, `PreTrainedModel.initialize_weights`, which `post_init` calls.
+    transformers 5.24, `PreTrainedModel.initialize_weights`, which `post_init` calls.
     """
     return mock.patch.object(PreTrainedModel, "initialize_weights")
 
@@ -58,7 +58,7 @@ def skip_weight_initialization() -> AbstractContextManager:
 def assume_single_document() -> AbstractContextManager:
     """Make causal masks within this context for samples that hold one document.
 
-    transformers 5.23, `masking_utils.find_packed_sequence_indices`: it reads from the position ids whether there are several,
+    transformers 5.24, `masking_utils.find_packed_sequence_indices`: it reads from the position ids whether there are several,
     and where these are fake it assumes several.
     """
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_sequences)
@@ -67,7 +67,7 @@ def assume_single_document() -> AbstractContextManager:
 def recompute_activations(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
     """Let a model keep few activations for the backward, which computes the others again.
 
-    transformers 5.23, `activation_checkpointing_enable`: in 5.17 its name is `gradient_checkpointing_enable`.
+    transformers 5.24, `activation_checkpointing_enable`: in 5.17 its name is `gradient_checkpointing_enable`.
 
     Args:
         options: of `torch.utils.checkpoint.checkpoint`.
@@ -81,7 +81,7 @@ def recompute_activations(model: PreTrainedModel, options: dict[str, Any] | None
 def recomputes_within(model: PreTrainedModel, context_fn: Callable) -> bool:
     """Tell whether all layers that are computed again in the backward are so within `context_fn`.
 
-    transformers 5.23, `_gradient_checkpointing_func`: torch's checkpoint with its options, which nothing documented reads.
+    transformers 5.24, `_gradient_checkpointing_func`: torch's checkpoint with its options, which nothing documented reads.
     """
     functions = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
     return all(getattr(f, "keywords", {}).get("context_fn") is context_fn for f in functions if f is not None)
@@ -90,7 +90,7 @@ def recomputes_within(model: PreTrainedModel, context_fn: Callable) -> bool:
 def trace_experts() -> AbstractContextManager:
     """Let mixtures of experts multiply by `EXPERTS_MATMUL` within this context, in the dtype of their weights.
 
-    transformers 5.23, `integrations.moe._can_use_grouped_mm`: it chooses torch's `grouped_mm`, whose kernels take float32, too,
+    transformers 5.24, `integrations.moe._can_use_grouped_mm`: it chooses torch's `grouped_mm`, whose kernels take float32, too,
     but not its rule for fake tensors (torch 2.13). Autocast leaves either of them alone.
     """
     return mock.patch.object(moe, "_can_use_grouped_mm", _no_kernel)

@@ -78,7 +78,7 @@ def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
     start = None if is_traced else find_start(recipe)[1]
     try:
         with keep_modules() if is_traced else contextlib.nullcontext(), warnings.catch_warnings():
-            # peft 0.21.2 asks transformers 5.23 for `is_gradient_checkpointing`, which has another name
+            # peft 0.21.2 asks transformers 5.24 for `is_gradient_checkpointing`, which has another name
             warnings.simplefilter("ignore", FutureWarning)
             # and looks for ranks that it gives to experts itself among the modules, where tables of experts are not
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)

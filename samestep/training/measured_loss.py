@@ -350,7 +350,7 @@ class Measurement:
 
     def _answer(self, batch: Batch) -> Answer:
         counts = count_things(batch)
-        with torch.set_grad_enabled(bool(self.watched)):
+        with torch.set_grad_enabled(bool(self.watched)), explained(self.owner):
             loss = self.ask(batch)
             gradients = torch.autograd.grad(loss.sum(), self.watched, allow_unused=True) if self.watched else ()
         known = zip(self.watched, gradients, strict=True)
@@ -358,6 +358,21 @@ class Measurement:
         vector = [(torch.zeros_like(p) if g is None else g).detach().flatten().double() for p, g in known]
         values = [loss.detach().double().view(-1), *([torch.cat(vector)] if vector else [])]
         return Answer(tuple(value.cpu() for value in values), counts)
+
+
+@contextlib.contextmanager
+def explained(owner: str) -> Iterator[None]:
+    """Say of whom a loss was asked that raises: some only train, and are asked in evaluation mode, for it is without noise."""
+    try:
+        yield
+    except (UsageError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()).rstrip(".")
+        raise UsageError(
+            f"the loss of {owner} was asked about a few samples before the first step, in evaluation mode, and raised "
+            f"{type(error).__name__}: {text}. If it trains with them, give loss= and targets="
+        ) from error
 
 
 def is_coarse(modules: Iterable[nn.Module], mixed_precision: str) -> bool:

@@ -29,6 +29,7 @@ from samestep.training.measured_loss import (
     Measurement,
     Terms,
     choose_small,
+    explained,
     is_coarse,
     undisturbed,
     unnoted,
@@ -187,7 +188,9 @@ class ExactStep(Trainer):
         if isinstance(head, HeadLoss):
             samples = [loader.dataset[number] for number in range(min(len(loader.dataset), NUM_ASKED))]
             batch = self._prepare_inputs(collate(samples))
-            if head.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch):
+            with explained(head.name):
+                is_computed = head.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch)
+            if is_computed:
                 sums = measurement(lambda batch: head(model, self._prepare_inputs(batch))[0], owner=head.name)
                 sums.check_sums(loader.dataset)
                 return None
