@@ -114,6 +114,13 @@ class LoopStep(Step):
                 self._check_use(number, is_noted=len(self._sums) > num_noted)
         self._current = None
 
+    def look_ahead(self) -> Iterator[tuple[Any, bool]]:
+        """Yield each micro-batch for a forward before the step, without gradient, and whether it counts nothing."""
+        for part in self._parts:
+            if self._noise is not None:
+                self._noise.set_samples(part.samples, self.accelerator.device)
+            yield send_to_device(part.batch, self.accelerator.device, non_blocking=True), part.is_placeholder
+
     @property
     def is_last_of_epoch(self) -> bool:  # of a tensor it waits for the device: where this process has no batch left
         return bool(self._is_last_of_epoch)
