@@ -74,6 +74,10 @@ def count_things(batch: Batch) -> dict[str, int]:
     return counts
 
 
+class NoMeanError(UsageError):
+    """Raised when a loss is a mean over nothing that its batches have."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Divisor:
     """The number that a loss is a mean over: names of `count_things`, proportional wherever the loss was asked.
@@ -208,7 +212,7 @@ class Measurement:
         if errors[best] > self.tolerance or (self.tolerance == COARSE and min(others, default=1.0) < 3 * errors[best]):
             if (terms := self._find_terms(batches)) is not None:
                 return terms
-            raise UsageError(self._explain_misfit(samples, best, errors[best]))
+            raise NoMeanError(self._explain_misfit(samples, best, errors[best]))
         return self._make_divisor({name: ratio for name, ratio in ratios.items() if ratio is not None})
 
     def _make_divisor(self, ratios: Mapping[str, float]) -> Divisor:

@@ -20,7 +20,7 @@ from samestep.recipe.extras import require_release
 from samestep.step.accumulate import total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
-from samestep.training import prepared
+from samestep.training import prepared, ways
 from samestep.training.head_loss import REMEDY, HeadLoss
 from samestep.training.launch import is_sharded
 from samestep.training.measured_loss import (
@@ -79,6 +79,9 @@ class ExactStep(Trainer):
             first step: a loss that is no sum over samples, or depends on padding; modules that normalise by the batch.
     """
 
+    MAY_HAVE: Sequence[str] = ()  # methods of `OWN` that a trainer of this step may have
+    TAKES_LOSS = False  # whether loss= is an argument of the trainer
+
     def __init__(
         self,
         *args: Any,
@@ -87,6 +90,8 @@ class ExactStep(Trainer):
         loss_weights: Sequence[float] | None = None,
         **kwargs: Any,
     ):
+        if self.TAKES_LOSS:
+            kwargs, loss = kwargs | {"loss": loss}, None
         super().__init__(*args, **kwargs)
         targets = targets or getattr(loss, "targets", None)
         problems = find_problems(self.accelerator, type(self).__name__) + find_setting_problems(self.args)
@@ -114,7 +119,7 @@ class ExactStep(Trainer):
         self.loss_is_scaled_for_ga = True
         if not hasattr(Trainer, "loss_is_scaled_for_ga"):
             self.model_accepts_loss_kwargs = True  # transformers before 5.19 divides by k unless the model counts
-        self._placeholder: _Placeholder | None = None
+        self._placeholder: Placeholder | None = None
         self._num_windows, self._watch = 0, MicroBatchWatch()
         self._dtype: torch.dtype | None = None
         self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
@@ -205,7 +210,7 @@ class ExactStep(Trainer):
         loader = super().get_train_dataloader()
         _make_even(loader)
         self._placeholder = (
-            _Placeholder(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
+            Placeholder(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
         )
         self._train_loader = loader
         return loader
@@ -290,7 +295,7 @@ class ExactStep(Trainer):
             counts, scale = num_items_in_batch, self.accelerator.num_processes
         elif not model.training:
             self._note_evaluation(model, inputs, sums.view(-1), counts)
-        sums = sums.view(-1) * 0 if isinstance(inputs, _Placeholder) else sums.view(-1)
+        sums = sums.view(-1) * 0 if isinstance(inputs, Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
         loss = weighted_loss(sums, counts, weights) * scale
         self._watch.computed(loss)
@@ -378,18 +383,19 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
         raise UsageError(f"trainer is {trainer!r}, must be a class that inherits from transformers.Trainer")
     if issubclass(trainer, ExactStep):
         return trainer
-    for package in sorted(PACKAGES & {parent.__module__.partition(".")[0] for parent in trainer.__mro__}):
+    packages = {parent.__module__.partition(".")[0] for parent in trainer.__mro__}
+    for package in sorted(PACKAGES & packages):
         require_release(package, sys.modules[package].__version__, f"exact({trainer.__name__})")
     if trainer is Trainer:
         return ExactTrainer
-    if own := [name for name in OWN if getattr(trainer, name, None) is not getattr(Trainer, name, None)]:
+    step: type[ExactStep] = ways.choose_trainer_step(packages) or ExactStep
+    own = [name for name in OWN if getattr(trainer, name, None) is not getattr(Trainer, name, None)]
+    if own := [name for name in own if name not in step.MAY_HAVE]:
         raise UsageError(
             f"{trainer.__name__} has its own {', '.join(own)}: it makes or draws the samples of a step itself, so that they "
             "depend on how it is cut, and no loss can mend that"
         )
-    return type(
-        f"Exact{trainer.__name__}", (ExactStep, trainer), {"__module__": __name__, "__doc__": ExactStep.__doc__}
-    )
+    return type(f"Exact{trainer.__name__}", (step, trainer), {"__module__": __name__, "__doc__": step.__doc__})
 
 
 def _is_quantized(model: nn.Module) -> bool:
@@ -465,5 +471,5 @@ def _take_rows(name: str, value: Any, size: int, num_rows: int) -> Any:
     return value[:num_rows]
 
 
-class _Placeholder(dict):
+class Placeholder(dict):
     """A batch that counts nothing, for a process that has none left; Trainer keeps its type."""

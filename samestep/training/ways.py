@@ -1,6 +1,6 @@
 """The one list of what is not the usual way; what `samestep.contrib` holds is imported here alone, when a run asks for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,10 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     (PAGES, lambda run: run.settings.push_to_hub or is_there(PAGES)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
+
+
+TRAINERS = {"sentence_transformers": "samestep.contrib.whole_batch.embedding_trainer:EmbeddingStep"}
+"""Package of trainers -> MODULE:CLASS of what `exact` adds to them."""
 
 
 def _depends_on_cut(recipe: Any) -> bool:
@@ -138,6 +142,12 @@ def choose_reduction(accelerator: Accelerator, recipe: Recipe, settings: RunSett
     place = next(way for way, is_wanted in WAYS if is_wanted(recipe, settings))
     reduction: Reduction = _load(place)(accelerator, recipe, settings)
     return reduction
+
+
+def choose_trainer_step(packages: Collection[str]) -> Any:
+    """Find the class of the exact step of a trainer that comes from some packages; None: the usual one."""
+    place = next((place for package, place in TRAINERS.items() if package in packages and is_there(place)), None)
+    return None if place is None else _load(place)
 
 
 def make_small_model(recipe: Any, folder: Path) -> None:

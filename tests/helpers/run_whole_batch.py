@@ -88,7 +88,9 @@ def embed_three(model, batch):
 
 def embed_guided(model, batch):
     """Add rows of a guide, which needs no weights here: the words themselves, counted."""
-    guides = [F.normalize(F.one_hot(batch[name], VOCAB).sum(1)[:, 1:].double(), dim=-1) for name in ("queries", "documents")]
+    guides = [
+        F.normalize(F.one_hot(batch[name], VOCAB).sum(1)[:, 1:].double(), dim=-1) for name in ("queries", "documents")
+    ]
     return *embed(model, batch), *guides
 
 
@@ -115,7 +117,11 @@ def sigmoid(model):
 
 CASES = {
     "info_nce": (Encoder, embed, lambda model: lambda q, d: contrastive.info_nce(q, d, scale=5.0)),
-    "negatives": (Encoder, embed_three, lambda model: lambda q, d, h: contrastive.info_nce(q, d, h, scale=5.0, block=3)),
+    "negatives": (
+        Encoder,
+        embed_three,
+        lambda model: lambda q, d, h: contrastive.info_nce(q, d, h, scale=5.0, block=3),
+    ),
     "symmetric": (Encoder, embed, symmetric),
     "siglip": (Encoder, embed, sigmoid),
     "gist": (Encoder, embed_guided, lambda model: lambda *rows: contrastive.gist(*rows, scale=5.0, margin=0.3)),

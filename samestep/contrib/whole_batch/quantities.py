@@ -11,8 +11,9 @@ computes dL/dz; then each micro-batch's backward starts from its part. One micro
 (Gao et al., 2021, arXiv:2101.06983, for one process and embeddings).
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ class Part:
         quantities: z_q, without graph.
         gradients: dL/dz_q; zeros for one that counts nothing.
         share: of the step's loss that is shown as its own.
+        noise: states of torch's generators before the quantities were computed.
     """
 
     quantities: Quantities
     gradients: Quantities
     share: float
+    noise: Sequence[torch.Tensor]
 
 
 class WholeBatch:
@@ -54,8 +57,9 @@ class WholeBatch:
                     optimizer.step()
                     optimizer.zero_grad()
 
-    The price is one more forward, without gradient. Noise must be the same in both: see `noise_by_sample`. A loss that is a sum
-    may be added: accelerator.backward(step.loss(sums) + whole.loss(step, quantities)).
+    The price is one more forward, without gradient. Noise must be the same in both: by `noise_by_sample`, which makes it the
+    same for every cut, or by `with whole.same_noise():` around `embed`. A loss that is a sum may be added:
+    accelerator.backward(step.loss(sums) + whole.loss(step, quantities)).
 
     Args:
         model: prepared.
@@ -82,36 +86,75 @@ class WholeBatch:
         self._model, self._compute, self._loss = model, compute, loss
         self._is_sum, self._parameters = is_sum, list(parameters)
         self._step: LoopStep | None = None
-        self._is_checked = False
+        self._is_checked, self._num_looks = False, 0
         self._value, self._slopes = torch.zeros(()), list[torch.Tensor]()
         self._parts = list[Part]()
 
     def look(self, step: LoopStep) -> torch.Tensor:
         """Compute z of a step and its loss, which is returned, a scalar without graph. All processes call it."""
-        self._is_checked = self._step is not None
-        self._step, model = step, step.accelerator.unwrap_model(self._model)
+        self._step = step
+        return self.look_at(step.accelerator.unwrap_model(self._model), step.look_ahead())
+
+    def look_at(self, model: nn.Module, micro_batches: Iterable[tuple[Any, bool]]) -> torch.Tensor:
+        """Compute z and its loss as `look`, of micro-batches, each with whether it counts nothing, by a model without DDP."""
+        self._is_checked, self._num_looks = self._num_looks > 0, self._num_looks + 1
+        found, noises = [], []
         with torch.no_grad():
-            found = [(_to_tuple(self._compute(model, batch)), is_empty) for batch, is_empty in step.look_ahead()]
+            for batch, is_empty in micro_batches:
+                noises.append([torch.get_rng_state(), *_get_device_noise()])
+                found.append((_to_tuple(self._compute(model, batch)), is_empty))
         join = _add_up if self._is_sum else _join_rows
         whole, places, shares = join(found)
-        variables = [value.requires_grad_(value.is_floating_point()) for value in whole]
-        with torch.enable_grad():
-            value = self._loss(*variables)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.isfinite():
-            raise UsageError(f"the loss of the whole batch returned {value}, must return one finite number")
-        learned = [variable for variable in variables if variable.requires_grad] + self._parameters
-        found_slopes = torch.autograd.grad(value.sum(), learned, allow_unused=True)
-        slopes = {x: torch.zeros_like(x) if s is None else s for x, s in zip(learned, found_slopes, strict=True)}
-        gradients = [slopes.get(variable, torch.zeros_like(variable)) for variable in variables]
-        self._slopes = [slopes[parameter] for parameter in self._parameters]
+        value, gradients, self._slopes = self._differentiate(whole)
         self._parts = [
             Part(
-                values, tuple(map(torch.zeros_like, values)) if is_empty else tuple(g[place] for g in gradients), share
+                values,
+                tuple(map(torch.zeros_like, values)) if is_empty else tuple(part[place] for part in gradients),
+                share,
+                noise,
             )
-            for (values, is_empty), place, share in zip(found, places, shares, strict=True)
+            for (values, is_empty), place, share, noise in zip(found, places, shares, noises, strict=True)
         ]
-        self._value = value.detach().view(())
-        return self._value
+        self._value = value
+        return value
+
+    def _differentiate(
+        self, whole: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Compute the loss, its gradients for the quantities, and for its own parameters, whose .grad stays as it is.
+
+        By `backward`: losses that compute their own backward in a hook, as sentence-transformers' cached ones, do it then.
+        """
+        variables = [value.detach().requires_grad_(value.is_floating_point()) for value in whole]
+        kept, learned = [p.grad for p in self._parameters], [*variables, *self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            with torch.enable_grad():
+                value = self._loss(*variables)
+                if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.isfinite():
+                    raise UsageError(f"the loss of the whole batch returned {value}, must return one finite number")
+                if value.requires_grad:
+                    value.sum().backward(inputs=[x for x in learned if x.requires_grad])
+            if all(variable.grad is None for variable in variables):
+                raise UsageError(
+                    "the loss of the whole batch does not depend on the quantities: it has no gradient for them"
+                )
+            slopes = [torch.zeros_like(x) if x.grad is None else x.grad for x in learned]
+        finally:
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
+        return value.detach().view(()), slopes[: len(variables)], slopes[len(variables) :]
+
+    @contextlib.contextmanager
+    def same_noise(self) -> Iterator[None]:
+        """Draw the noise for the next micro-batch that `look` drew for it, from torch's generators."""
+        noise = self._parts[0].noise if self._parts else [torch.get_rng_state(), *_get_device_noise()]
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if len(noise) > 1 else []):
+            torch.set_rng_state(noise[0])
+            for state in noise[1:]:
+                torch.cuda.set_rng_state(state)
+            yield
 
     def loss(self, step: LoopStep, quantities: torch.Tensor | Quantities) -> torch.Tensor:
         """Compute a micro-batch's part of the loss, for `accelerator.backward`; it is multiplied by k and N, as `step.loss`.
@@ -124,6 +167,12 @@ class WholeBatch:
                 "WholeBatch.loss was called for a micro-batch that look did not see: call whole.look(step) once, before "
                 "`for batch in step:`"
             )
+        part = self.take_part(quantities)
+        step.add_to_log(part.detach() * step.num_targets)
+        return part * step.loss_scale
+
+    def take_part(self, quantities: torch.Tensor | Quantities) -> torch.Tensor:
+        """Compute the next micro-batch's part of the loss: the parts of all micro-batches of all processes add up to it."""
         part, values = self._parts.pop(0), _to_tuple(quantities)
         if not self._is_checked:
             _check_same(values, part.quantities)
@@ -132,9 +181,11 @@ class WholeBatch:
         terms = [(slope.to(value.dtype) * value).sum().to(self._value) for slope, value in pairs]
         terms += [part.share * (slope * parameter).sum() for slope, parameter in slopes]
         surrogate = sum(terms, torch.zeros_like(self._value))
-        loss = surrogate + (part.share * self._value - surrogate).detach()
-        step.add_to_log(loss.detach() * step.num_targets)
-        return loss * step.loss_scale
+        return surrogate + (part.share * self._value - surrogate).detach()
+
+
+def _get_device_noise() -> list[torch.Tensor]:
+    return [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
 
 
 def _to_tuple(quantities: torch.Tensor | Quantities) -> Quantities:
@@ -212,5 +263,6 @@ def _check_same(values: Quantities, before: Quantities) -> None:
         if wide.numel() and (wide - known).abs().max() > SAME * known.abs().max():
             raise UsageError(
                 "a micro-batch gave other numbers in look: is there dropout? noise_by_sample(model, seed), given to "
-                "exact_steps, draws the same in both forwards. Modules that normalise by the batch cannot be used"
+                "exact_steps, draws the same in both forwards, and so does `with whole.same_noise():`. Modules that normalise by "
+                "the batch cannot be used"
             )
