@@ -74,6 +74,16 @@ def count_things(batch: Batch) -> dict[str, int]:
     return counts
 
 
+def _count_to_choose(batch: Batch) -> dict[str, int]:
+    """Count a sample's things, and add up its labels: a loss may compare those that are alike, or not."""
+    labels = {
+        f"values of {name}": 1 + int(value.abs().sum())
+        for name, value in batch.items()
+        if "label" in name and isinstance(value, torch.Tensor) and not value.is_floating_point()
+    }
+    return count_things(batch) | labels
+
+
 class NoMeanError(UsageError):
     """Raised when a loss is a mean over nothing that its batches have."""
 
@@ -206,6 +216,11 @@ class Measurement:
                 f"the loss of {self.owner}, or its gradient, is not finite on single samples: it "
                 "compares the samples of a batch, or labels miss: give loss= and targets="
             )
+        if not any(answer.values[-1].any() for answer in answers):
+            raise NoMeanError(
+                f"the loss of {self.owner}, or its gradient, is 0 on {len(samples)} samples, which says nothing of what it "
+                "divides by. It compares the samples of a batch, or labels miss: give loss= and targets="
+            )
         best = min(errors, key=lambda name: (errors[name], _rank(name)))
         ratios = {name: _find_ratio(name, best, answers) for name in errors}
         others = [error for name, error in errors.items() if ratios[name] is None]
@@ -313,7 +328,7 @@ class Measurement:
                 f"the dataset has {len(scanned)} samples, must have {size} to find what the loss of {self.owner} divides "
                 "by"
             )
-        counts = [count_things(self.collate([sample])) for sample in scanned]
+        counts = [_count_to_choose(self.collate([sample])) for sample in scanned]
         columns = sorted(set.intersection(*map(set, counts)))
         rows = [[row[name] for name in columns] for row in counts]
         full = sorted(

@@ -89,9 +89,10 @@ class EmbeddingStep(ExactStep):
 
     def _is_computed_from_rows(self, batch: Mapping[str, Any]) -> bool:
         """Tell whether the loss of a batch's embeddings is the loss of the batch."""
-        self._prefixes = [name.removesuffix(IDS) for name in batch if name.endswith(f"_{IDS}")]
+        # Tuples: lists are what a trainer notes for its log, which a measurement leaves as it was
+        self._prefixes = tuple(name.removesuffix(IDS) for name in batch if name.endswith(f"_{IDS}"))
         models = [part for part in self._list_loss_modules() if type(part) is type(self._bare_model())]
-        self._guides = [part for part in models if part is not self._bare_model()]
+        self._guides = tuple(part for part in models if part is not self._bare_model())
         if not self._prefixes or any(getattr(part, "must_retokenize", False) for part in self._list_loss_modules()):
             return False
         with torch.no_grad():
@@ -125,22 +126,46 @@ class EmbeddingStep(ExactStep):
         return (*rows, *([] if labels is None else [labels]))
 
     def _ask_about_rows(self, *rows: torch.Tensor) -> torch.Tensor:
-        """Ask the trainer's own loss about embeddings [samples, d] of each text, and the labels."""
-        size, num_texts = len(rows[0]), len(self._prefixes)
-        models = [self._bare_model(), *self._guides]
-        tables = [torch.cat(rows[number * num_texts : (number + 1) * num_texts]) for number in range(len(models))]
-        batch: dict[str, Any] = {}
+        """Ask the trainer's own loss about embeddings [samples, d] of each text, and the labels.
+
+        Cached losses compute their backward in a hook, and ask the model again there; so it is done here, and what is returned
+        has the loss's value and its gradients for the embeddings and the loss's own parameters.
+        """
+        leaves = [row.detach().requires_grad_(row.requires_grad) for row in rows]
+        own = [p for p in self._list_loss_parameters() if p.requires_grad]
+        kept, batch = [p.grad for p in own], self._make_batch(leaves)
+        for parameter in own:
+            parameter.grad = None
+        try:
+            with self._looking_up(leaves):
+                loss: torch.Tensor = self._ask_own_loss(self.model_wrapped, batch)
+                if loss.requires_grad and torch.is_grad_enabled():
+                    loss.sum().backward()
+            pairs = [(x.grad, y) for x, y in zip([*leaves, *own], [*rows, *own], strict=True) if x.grad is not None]
+        finally:
+            for parameter, gradient in zip(own, kept, strict=True):
+                parameter.grad = gradient
+        slope = sum(((gradient * value).sum() for gradient, value in pairs), torch.zeros_like(loss.detach()))
+        return slope + (loss - slope).detach()
+
+    def _make_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Make a batch whose texts are numbers of rows."""
+        size, batch = len(rows[0]), {}
         for number, prefix in enumerate(self._prefixes):
             numbers = torch.arange(number * size, (number + 1) * size, device=rows[0].device)[:, None]
             batch |= {f"{prefix}{IDS}": numbers, f"{prefix}attention_mask": torch.ones_like(numbers)}
-        if len(rows) > len(models) * num_texts:
-            batch["label"] = rows[-1]
+        has_labels = len(rows) > (1 + len(self._guides)) * len(self._prefixes)
+        return batch | ({"label": rows[-1]} if has_labels else {})
+
+    @contextlib.contextmanager
+    def _looking_up(self, rows: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the model and the guides return these rows for a while."""
+        num_texts, models = len(self._prefixes), [self._bare_model(), *self._guides]
+        tables = [torch.cat(list(rows[n * num_texts : (n + 1) * num_texts])) for n in range(len(models))]
         with contextlib.ExitStack() as stack:
-            for model, table in zip(models, tables, strict=True):
+            for model, table in zip([*models, self.model_wrapped], [*tables, tables[0]], strict=True):
                 stack.enter_context(_looks_up(model, table))
-            stack.enter_context(_looks_up(self.model_wrapped, tables[0]))
-            loss: torch.Tensor = self._ask_own_loss(self.model_wrapped, batch)
-        return loss
+            yield
 
     def _compute_sums(
         self, model: nn.Module, batch: Any, wants_outputs: bool

@@ -121,10 +121,7 @@ class WholeBatch:
     def _differentiate(
         self, whole: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Compute the loss, its gradients for the quantities, and for its own parameters, whose .grad stays as it is.
-
-        By `backward`: losses that compute their own backward in a hook, as sentence-transformers' cached ones, do it then.
-        """
+        """Compute the loss, its gradients for the quantities, and for its own parameters, whose .grad stays as it is."""
         variables = [value.detach().requires_grad_(value.is_floating_point()) for value in whole]
         kept, learned = [p.grad for p in self._parameters], [*variables, *self._parameters]
         for parameter in self._parameters:
@@ -263,6 +260,6 @@ def _check_same(values: Quantities, before: Quantities) -> None:
         if wide.numel() and (wide - known).abs().max() > SAME * known.abs().max():
             raise UsageError(
                 "a micro-batch gave other numbers in look: is there dropout? noise_by_sample(model, seed), given to "
-                "exact_steps, draws the same in both forwards, and so does `with whole.same_noise():`. Modules that normalise by "
-                "the batch cannot be used"
+                "exact_steps, draws the same in both forwards, and so does `with whole.same_noise():`. Modules that normalise "
+                "by the batch cannot be used"
             )
