@@ -173,15 +173,9 @@ class Batches:
             match = next(
                 (batch for batch in copies if any(_is_copy(a, b) for a in batch.find_largest() for b in tensors)), None
             )
-        if match is None:
-            match = next(
-                (
-                    batch
-                    for batch in self.pending_batches
-                    if batch.dataset == self.newest_dataset not in self.evaluated_datasets
-                ),
-                None,
-            )
+        if match is None and (match := self._find_next()) is not None and self._is_repeated(match, tensors):
+            self.pending_batches.remove(match)
+            return UsedBatch(epoch=match.epoch)
         if match is None:
             return UsedBatch()
         rows = match.find_rows(tensors) if match.num_samples else None
@@ -197,6 +191,21 @@ class Batches:
             return [] if is_again else values if rows is None else [values[row] for row in rows]
 
         return UsedBatch(select(match.samples), select(match.digests), match.epoch, match.batch)
+
+    def _find_next(self) -> DrawnBatch | None:
+        """Find the next batch of the loader that drew last, unless that loader is used for evaluation."""
+        if self.newest_dataset in self.evaluated_datasets:
+            return None
+        return next((batch for batch in self.pending_batches if batch.dataset == self.newest_dataset), None)
+
+    def _is_repeated(self, batch: DrawnBatch, tensors: list[torch.Tensor]) -> bool:
+        """Tell whether a loader returns the samples of the batch before again, for the program to compute other rows of them.
+
+        So do loaders of prompts whose answers are generated all at once: which samples the rows are of is not known then.
+        """
+        before = self.current_batch
+        is_same = before is not None and (before.samples, before.digests) == (batch.samples, batch.digests)
+        return is_same and batch.num_samples is not None and not _is_whole(batch, tensors)
 
 
 def _read_generators() -> tuple[bytes, Any, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stepaudit import probe
+from stepaudit.copies import put_gradients_aside
 from stepaudit.micro_batch import Call, count_rows, find_owners, unwrap
 from stepaudit.recording import MicroStep
 from stepaudit.terms import take_gradients
@@ -135,7 +136,7 @@ class Interview:
         self.probes_left -= 1
         answers: list[list[probe.Fact]] = []
         for call, outputs in list(zip(calls, self.outputs, strict=False))[:MAX_ASKED]:
-            with self._asking():
+            with self._asking(), put_gradients_aside(call[0].parameters()):
                 facts = self._ask_call(call, outputs)
             answers += [] if facts is None else [facts]
         if loss_facts is not None or answers:
