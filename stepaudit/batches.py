@@ -42,7 +42,7 @@ class DrawnBatch:
         self.leaves = [
             leaf for leaf in tree_leaves(to_plain(self.batch)) if isinstance(leaf, torch.Tensor) and leaf.ndim
         ]
-        self.storages = {_find_storage(leaf) for leaf in self.leaves if leaf.numel()}
+        self.storages = {find_storage(leaf) for leaf in self.leaves if leaf.numel()}
 
     @property
     def num_samples(self) -> int | None:
@@ -164,7 +164,7 @@ class Batches:
             for leaf in tree_leaves(to_plain(call))
             if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.numel()
         ]
-        storages = {_find_storage(leaf) for leaf in tensors}
+        storages = {find_storage(leaf) for leaf in tensors}
         match = next((batch for batch in self.pending_batches if batch.storages & storages), None)
         if match is None and self.current_batch is not None and self.current_batch.storages & storages:
             match = self.current_batch
@@ -324,8 +324,9 @@ def _is_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a == b).all()) and bool((a != a[0]).any())
 
 
-def _find_storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def find_storage(tensor: torch.Tensor) -> int:
+    """Return the place in memory of a tensor's numbers, which views and `detach` share; 0 for one that is not dense."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def to_plain(value: Any) -> Any:

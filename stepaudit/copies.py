@@ -1,6 +1,6 @@
 """Copies a model so that the copy computes itself, and nothing of the model that it was copied from.
 
-`copy.deepcopy` copies modules and tensors, and shares functions. A program that replaces a model's `forward` by a function which
+`copy.deepcopy` copies modules and tensors, and shares functions. A program that replaces a model's `forward` by a function that
 calls the old one (fused heads, casts, autocast) leaves the model in that function's closure: the copy would compute the model.
 """
 

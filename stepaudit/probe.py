@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
 from stepaudit.copies import copy_model, refuse_calls
 from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise, is_close, number_calls, record_calls
+from stepaudit.graph import list_nodes
 from stepaudit.micro_batch import has_restarts, names_owners
 
 TOLERANCE = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
@@ -43,16 +44,8 @@ def allows_single_backward(loss: torch.Tensor) -> bool:
 
     Its backward may use them up, and the backward of the program would then fail.
     """
-    pending_nodes, visited = [loss.grad_fn], {loss.grad_fn}
-    while pending_nodes:
-        node = pending_nodes.pop()
-        variables = vars(node) if isinstance(node, BackwardCFunction) else {}
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(variables)):
-            return True
-        new = {parent for parent, _ in node.next_functions if parent is not None} - visited
-        visited |= new
-        pending_nodes += new
-    return False
+    variables = [vars(node) for node in list_nodes([loss.grad_fn]) if isinstance(node, BackwardCFunction)]
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(variables))
 
 
 def ask_loss(loss: Any, activations: list[Activation], own_rows: torch.Tensor, grad: Grad) -> list[Fact] | None:
