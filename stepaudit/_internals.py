@@ -5,6 +5,7 @@ tests/test_internals.py fails where an upgrade changes a part that is used here.
 """
 
 import gc
+import sys
 from typing import Any
 
 import torch
@@ -86,3 +87,8 @@ GRADIENT = torch._C.TensorBase.grad
 def is_transformed() -> bool:
     """Tell whether a transform of torch.func (grad, vmap, jvp) computes now (torch 2.13, `torch._C._functorch`)."""
     return peek_interpreter_stack() is not None
+
+
+def find_caller(depth: int) -> str:
+    """Return the file of the function that is `depth` calls above the caller (CPython, `sys._getframe`)."""
+    return sys._getframe(depth + 1).f_code.co_filename

@@ -42,7 +42,7 @@ class DrawnBatch:
         self.leaves = [
             leaf for leaf in tree_leaves(to_plain(self.batch)) if isinstance(leaf, torch.Tensor) and leaf.ndim
         ]
-        self.storages = {_find_storage(leaf) for leaf in self.leaves if leaf.numel()}
+        self.storages = {find_storage(leaf) for leaf in self.leaves if leaf.numel()}
 
     @property
     def num_samples(self) -> int | None:
@@ -164,7 +164,7 @@ class Batches:
             for leaf in tree_leaves(to_plain(call))
             if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.numel()
         ]
-        storages = {_find_storage(leaf) for leaf in tensors}
+        storages = {find_storage(leaf) for leaf in tensors}
         match = next((batch for batch in self.pending_batches if batch.storages & storages), None)
         if match is None and self.current_batch is not None and self.current_batch.storages & storages:
             match = self.current_batch
@@ -173,15 +173,9 @@ class Batches:
             match = next(
                 (batch for batch in copies if any(_is_copy(a, b) for a in batch.find_largest() for b in tensors)), None
             )
-        if match is None:
-            match = next(
-                (
-                    batch
-                    for batch in self.pending_batches
-                    if batch.dataset == self.newest_dataset not in self.evaluated_datasets
-                ),
-                None,
-            )
+        if match is None and (match := self._find_next()) is not None and self._is_repeated(match, tensors):
+            self.pending_batches.remove(match)
+            return UsedBatch(epoch=match.epoch)
         if match is None:
             return UsedBatch()
         rows = match.find_rows(tensors) if match.num_samples else None
@@ -197,6 +191,21 @@ class Batches:
             return [] if is_again else values if rows is None else [values[row] for row in rows]
 
         return UsedBatch(select(match.samples), select(match.digests), match.epoch, match.batch)
+
+    def _find_next(self) -> DrawnBatch | None:
+        """Find the next batch of the loader that drew last, unless that loader is used for evaluation."""
+        if self.newest_dataset in self.evaluated_datasets:
+            return None
+        return next((batch for batch in self.pending_batches if batch.dataset == self.newest_dataset), None)
+
+    def _is_repeated(self, batch: DrawnBatch, tensors: list[torch.Tensor]) -> bool:
+        """Tell whether a loader returns the samples of the batch before again, for the program to compute other rows of them.
+
+        So do loaders of prompts whose answers are generated all at once: which samples the rows are of is not known then.
+        """
+        before = self.current_batch
+        is_same = before is not None and (before.samples, before.digests) == (batch.samples, batch.digests)
+        return is_same and batch.num_samples is not None and not _is_whole(batch, tensors)
 
 
 def _read_generators() -> tuple[bytes, Any, Any]:
@@ -315,8 +324,9 @@ def _is_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a == b).all()) and bool((a != a[0]).any())
 
 
-def _find_storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def find_storage(tensor: torch.Tensor) -> int:
+    """Return the place in memory of a tensor's numbers, which views and `detach` share; 0 for one that is not dense."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def to_plain(value: Any) -> Any:

@@ -176,9 +176,9 @@ KINDS = {
         "do not prepare the scheduler, and let it tick once per step: if accelerator.sync_gradients: scheduler.step()",
     ),
     "ticks_per_micro_step": Cause(
-        "the scheduler ticks at every micro-batch",
-        "scheduler.step() only where optimizer.step() is called; in Accelerate, which calls it at every micro-batch, if "
-        "accelerator.sync_gradients: scheduler.step()",
+        "the scheduler, of rates or of a number in the loss, ticks at every micro-batch",
+        "scheduler.step() only where optimizer.step() is called, and numbers of the loss that grow with the optimizer's steps; "
+        "in Accelerate, which calls it at every micro-batch, if accelerator.sync_gradients: scheduler.step()",
     ),
     "learning_rate": Cause(
         "the learning rate depends on the layout",

@@ -22,7 +22,7 @@ from stepaudit.samples import (
     is_copied,
 )
 from stepaudit.vectors import WEIGHT_TOLERANCE, are_alike, compute_rest, norm_of, relative, solve_weights
-from stepaudit.windows import Processes, format_counts, get_counts, get_window, list_all_micro_steps
+from stepaudit.windows import Processes, format_counts, get_counts, get_window, list_all_micro_steps, list_micro_steps
 
 SHORT_DTYPE_ERROR = 0.05  # relative error that 16 bits explain
 UNKNOWN_WEIGHTS = "the micro-batches need the weights"
@@ -248,8 +248,38 @@ def _explain_parameters(
     return dataclasses.replace(finding, evidence=f"{finding.evidence}; all other parameters are right")
 
 
-def _explain_moves(r: Step, g: Step, place: str) -> Finding | None:
-    """Find out whether the parameters were changed by something else than a step, and otherwise than in the reference."""
+def _explain_moves(q: Question) -> Findings:
+    """Find out whether gradients are taken at other parameters than the reference's: another process's, or changed ones."""
+    weights = [process.weights for process in q.processes if process.names == q.recording.names]
+    for rank, own in enumerate(weights):
+        if own.shape == weights[0].shape and relative(own - weights[0], norm_of(weights[0])) > PREDICTION_TOLERANCE:
+            error = relative(own - weights[0], norm_of(weights[0]))
+            evidence = f"they begin with other numbers than those of process 0, relative difference {error:.2g}"
+            return [Finding("parameters", f"process {rank}", evidence)]
+    if (finding := _compare_moves(q.reference[0].steps[q.t], q.recording.steps[q.t], q.place)) is not None:
+        return [finding]
+    drifts = [m.drift for process in q.processes if q.t < len(process.steps) for m in get_window(process.steps[q.t])]
+    if None in drifts or not np.ptp(drifts or [0.0]) > PREDICTION_TOLERANCE:
+        return None
+    numbers = ", ".join(f"{drift:.2g}" for drift in drifts[:8])
+    evidence = f"parameters are changed between its micro-batches, not by a step: relative changes {numbers}"
+    return [Finding("state", q.place, evidence)]
+
+
+def _explain_modes(q: Question) -> Findings:
+    """Find out whether other modules were in training (`module.train()`) than in the reference."""
+    own, truth = ({m.training_share for m in list_micro_steps(layout, q.t)} for layout in (q.processes, q.reference))
+    if not own or not truth or None in own | truth or own == truth:
+        return None
+    shares = [" or ".join(f"{share:.0%}" for share in sorted(group)) for group in (own, truth)]
+    evidence = (
+        f"{shares[0]} of the modules are in training in a micro-batch, {shares[1]} in the reference (train, eval)"
+    )
+    return [Finding("state", q.place, evidence)]
+
+
+def _compare_moves(r: Step, g: Step, place: str) -> Finding | None:
+    """Find out whether the parameters were changed before a step, and otherwise than in the reference."""
     if g.moved is None or r.moved is None or r.moved.shape != g.moved.shape:
         return None
     error = relative(g.moved - r.moved, norm_of(r.moved))
@@ -287,6 +317,10 @@ def _explain_terms(
     weights, own_rest = solve_weights(parts, gradient)
     if true_weights is None or weights is None or rest > margin or own_rest > margin:
         return None
+    if (
+        finding := find_schedule([m.factors for m in window], np.array(numbers), columns, true_weights, place)
+    ) is not None:
+        return finding
     ratios = [(weights / true_weights)[np.array(numbers) == number] for number in range(len(columns))]
     for number, ratio in enumerate(ratios, 1):
         if not are_alike(ratio):
@@ -299,6 +333,36 @@ def _explain_terms(
         if abs(ratio.mean() - 1) > WEIGHT_TOLERANCE:
             finding = _explain_multiple(float(ratio.mean()), k, len(processes), own, place, margin)
             return dataclasses.replace(finding, evidence=f"term {number} of {len(ratios)}: {finding.evidence}")
+    return None
+
+
+def find_schedule(
+    factors: list[list[float] | None], numbers: np.ndarray, columns: list[np.ndarray], weights: np.ndarray, place: str
+) -> Finding | None:
+    """Find a term that is multiplied by another number in each micro-batch, none smaller or none larger than the one before it,
+    where the reference multiplies it by one number; a mean that is divided by other counts is multiplied by the same one.
+
+    Args:
+        factors: of each micro-batch, the numbers of its terms.
+        numbers: of each part that is not 0, that of its term; the true weight of each part is one of `weights`.
+        columns: of each term its parts [micro-batches, numbers].
+    """
+    for number, column in enumerate(columns):
+        values = np.array([own[number] for own in factors if own and len(own) == len(columns)])
+        if len(values) < max(2, len(factors)):
+            continue
+        true_values = weights[numbers == number] * values[column.any(1)]
+        changes, size = np.diff(values), np.abs(values).max()
+        rises, falls = changes > WEIGHT_TOLERANCE * size, changes < -WEIGHT_TOLERANCE * size
+        if rises.any() != falls.any() and np.ptp(true_values) <= WEIGHT_TOLERANCE * size:
+            texts = [
+                ", ".join(f"{value * len(values):.4g}" for value in values[:8]),
+                f"{true_values.mean() * len(values):.4f}",
+            ]
+            evidence = (
+                f"term {number + 1} of {len(columns)} is multiplied by {texts[0]}, in the reference by {texts[1]}"
+            )
+            return Finding("ticks_per_micro_step", place, evidence)
     return None
 
 
@@ -546,7 +610,7 @@ EXPLANATIONS = (
         "one number explains some parameters, and the others are right",
     ),
     Explanation(
-        lambda q: _as_list(_explain_moves(q.reference[0].steps[q.t], q.recording.steps[q.t], q.place)),
+        _explain_moves,
         "gradients at other parameters need no further reason",
     ),
     Explanation(
@@ -577,6 +641,7 @@ EXPLANATIONS = (
     Explanation(_explain_hooks, "where processes are reduced at once, the effect of hooks is not seen"),
     Explanation(_explain_own_dropouts, "the program's own noise was not asked"),
     Explanation(_explain_frozen, "no gradient at all is a fact, but it may follow from other samples or inputs"),
+    Explanation(_explain_modes, "modes may differ rightly, or follow from other samples"),
     Explanation(_explain_constants, "nothing else is left"),
 )
 """Explanations in their order: the first that fits is given, so that what follows from one cause is not named as another."""

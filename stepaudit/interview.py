@@ -1,6 +1,7 @@
 """Asks the model and its loss, while a program trains them, what a step may have wrong: `probe` has the questions."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 from stepaudit import probe
-from stepaudit.micro_batch import Call, count_rows, find_owners, unwrap
+from stepaudit._internals import tree_leaves
+from stepaudit.batches import find_storage
+from stepaudit.copies import put_gradients_aside
+from stepaudit.graph import list_nodes
+from stepaudit.micro_batch import Call, count_rows, find_owners, find_tensors, unwrap
 from stepaudit.recording import MicroStep
 from stepaudit.terms import take_gradients
 from stepaudit.track import Track
@@ -32,6 +37,7 @@ class Interview:
         unasked: why the model was not asked, or could not answer; empty if it did.
         collectives: name and line of each collective that the program called between a forward and its backward.
         honours_num_items: whether the loss follows the `num_items_in_batch` that it is given; None: it was given none.
+        reads_numbers: whether the program reads numbers of tensors itself.
     """
 
     def __init__(self, is_wanted: bool):
@@ -44,6 +50,8 @@ class Interview:
         self.unasked = ""
         self.collectives: list[str] = []
         self.has_talked = False  # since the last backward
+        self.reads_numbers = False
+        self.modes_called: list[bool] = []  # whether each module is in training, of the calls since the last backward
         self.honours_num_items: bool | None = None
         self.modes: dict[nn.Module, list[bool]] = {}  # of the modules of each model, in training or not
         self.grad = torch.autograd.grad  # while a program is recorded, it is replaced
@@ -62,9 +70,14 @@ class Interview:
         if text not in self.collectives:
             self.collectives.append(text)
 
+    def note_read(self) -> None:
+        """Note that the program reads a number of a tensor, by which it may decide something."""
+        self.reads_numbers = True
+
     def look_at_modes(self, module: nn.Module) -> None:
         """Ask a model again, that is called with other modules in training than before: another model, as it were."""
         modes = [part.training for part in module.modules()]
+        self.modes_called += [part.training for part in unwrap(module).modules()]
         if self.modes.setdefault(module, modes) != modes:
             self.modes[module] = modes
             self.probes_left = MAX_PROBES if self.is_wanted and os.environ.get("RANK", "0") == "0" else 0
@@ -81,20 +94,40 @@ class Interview:
             module, value: the module, and what it returned.
             calls: those since the last backward, if this one is outermost; None: it is not.
         """
+        tensors = probe.find_outputs(value)
+        if calls is not None:
+            self.outputs.append(tensors)
+        if not self.probes_left:
+            return
         if calls is not None and probe.is_shared(module):
             self.probes_left, self.unasked = 0, "only all processes together can compute it"
             return
-        tensors = probe.find_outputs(value)
         self.activations += [
             ("", module, tensor) for tensor in tensors if tensor.requires_grad and tensor.ndim and tensor.grad_fn
         ]
         if calls is None:
             return
         self.generator = torch.get_rng_state()
-        self.outputs.append(tensors)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.retain_grad()
+
+    def leave_out_unused(self, losses: Any, calls: list[Call]) -> None:
+        """Leave out those calls since the last backward that its losses do not depend on: of micro-batches that are skipped.
+
+        A loss depends on what the model is given, too, with a gradient or without one (`detach`).
+        """
+        if len(calls) < 2 or len(calls) != len(self.outputs):
+            return
+        nodes = list_nodes([leaf.grad_fn for leaf in tree_leaves(losses) if isinstance(leaf, torch.Tensor)])
+        used = [any(output.grad_fn in nodes for output in outputs) for outputs in self.outputs]
+        given: set[int] = set()
+        for number in reversed(range(len(calls))):
+            used[number] |= any(find_storage(output) in given for output in self.outputs[number])
+            given |= {find_storage(tensor) for tensor in find_tensors(calls[number])[1]} if used[number] else set()
+        if any(used):
+            calls[:] = itertools.compress(calls, used)
+            self.outputs[:] = itertools.compress(self.outputs, used)
 
     def ask_loss(self, loss: Any, calls: list[Call], num_samples: int | None) -> list[probe.Fact] | None:
         """Ask whether the loss mixes samples; None: it cannot be asked. `num_samples` as of `probe.find_own_rows`."""
@@ -110,23 +143,26 @@ class Interview:
             facts = [*(facts or []), ["dropout", "between the model and the loss"]]
         return facts
 
-    def ask_terms(self, loss: Any, tracks: list[Track]) -> dict[Track, list[np.ndarray]]:
-        """Ask for the gradient of each term of the loss, of the parameters of each track; empty where it has one term."""
+    def ask_terms(self, loss: Any, tracks: list[Track]) -> tuple[dict[Track, list[np.ndarray]], list[float]]:
+        """Ask for the gradient of each term of the loss, of the parameters of each track, and for the number that each is
+        multiplied by; empty where it has one term."""
         is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
         if not self.is_wanted or not is_scalar or self.has_talked or not tracks or probe.allows_single_backward(loss):
-            return {}
+            return {}, []
         parameters = [p for track in tracks for p in track.parameters if p.requires_grad]
         if any(hasattr(p, "full_tensor") for p in parameters):  # FSDP would reduce the gradients of a question
-            return {}
+            return {}, []
         try:
             with self._asking():
-                terms = take_gradients(loss, parameters, self.grad)
+                answer = take_gradients(loss, parameters, self.grad)
         except RuntimeError:  # reentrant checkpointing; a loss that does not depend on the parameters
-            return {}
-        if terms is None:
-            return {}
+            return {}, []
+        if answer is None:
+            return {}, []
+        terms, factors = answer
         found = [dict(zip(map(id, parameters), term, strict=True)) for term in terms]
-        return {track: [track.sketch(term.get(id(p)) for p in track.parameters) for term in found] for track in tracks}
+        parts = {track: [track.sketch(term.get(id(p)) for p in track.parameters) for term in found] for track in tracks}
+        return parts, factors
 
     def ask_model(self, loss_facts: list[probe.Fact] | None, calls: list[Call]) -> None:
         """Ask the modules that were called. A module that mixes samples is a better answer than a loss that does."""
@@ -135,7 +171,7 @@ class Interview:
         self.probes_left -= 1
         answers: list[list[probe.Fact]] = []
         for call, outputs in list(zip(calls, self.outputs, strict=False))[:MAX_ASKED]:
-            with self._asking():
+            with self._asking(), put_gradients_aside(call[0].parameters()):
                 facts = self._ask_call(call, outputs)
             answers += [] if facts is None else [facts]
         if loss_facts is not None or answers:
@@ -174,6 +210,7 @@ class Interview:
         """Let go of the forward's outputs, after the backward."""
         self.activations.clear()
         self.outputs.clear()
+        self.modes_called.clear()
         self.has_talked = False
 
 

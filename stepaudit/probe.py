@@ -6,7 +6,6 @@
 - The model: a copy of it is computed again, on rows of the micro-batch that the model was given (`entrance.py`).
 """
 
-import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
+from stepaudit.copies import copy_model, refuse_calls
 from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise, is_close, number_calls, record_calls
+from stepaudit.graph import list_nodes
 from stepaudit.micro_batch import has_restarts, names_owners
 
 TOLERANCE = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
@@ -43,16 +44,8 @@ def allows_single_backward(loss: torch.Tensor) -> bool:
 
     Its backward may use them up, and the backward of the program would then fail.
     """
-    pending_nodes, visited = [loss.grad_fn], {loss.grad_fn}
-    while pending_nodes:
-        node = pending_nodes.pop()
-        variables = vars(node) if isinstance(node, BackwardCFunction) else {}
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(variables)):
-            return True
-        new = {parent for parent, _ in node.next_functions if parent is not None} - visited
-        visited |= new
-        pending_nodes += new
-    return False
+    variables = [vars(node) for node in list_nodes([loss.grad_fn]) if isinstance(node, BackwardCFunction)]
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(variables))
 
 
 def ask_loss(loss: Any, activations: list[Activation], own_rows: torch.Tensor, grad: Grad) -> list[Fact] | None:
@@ -240,10 +233,10 @@ def ask_packing(
         results.append(find_outputs(model(*call[0], **call[1])))
 
     try:
-        model = _cast(copy.deepcopy(module), torch.float64).eval()
-        with fix_noise(1):
+        model = _cast(copy_model(module), torch.float64).eval()
+        with refuse_calls(module), fix_noise(1):
             first = record_calls(model, lambda: compute(selection.call))
-        with fix_noise(1):
+        with refuse_calls(module), fix_noise(1):
             second_calls = number_calls(record_calls(model, lambda: compute(tree_map(repeat, selection.call))))
     except Exception as error:  # of any kind, as in `ask_model`
         return None, f"its samples are laid end to end; {type(error).__name__}: {str(error).strip()[:120]}"
@@ -282,7 +275,9 @@ def ask_model(
     reason = ""
     for dtype in (torch.float64, torch.float32):
         try:
-            return _ask_copy(module, args, kwargs, output_numbers, num_rows, dtype), ""
+            model = _cast(copy_model(module), dtype)
+            with refuse_calls(module):
+                return _ask_copy(model, args, kwargs, output_numbers, num_rows, dtype), ""
         except (
             Exception
         ) as error:  # of any kind: the model is somebody's program, and is asked what it was not written for
@@ -292,9 +287,8 @@ def ask_model(
 
 
 def _ask_copy(
-    module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int, dtype: torch.dtype
+    model: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int, dtype: torch.dtype
 ) -> list[Fact]:
-    model = _cast(copy.deepcopy(module), dtype)
     for part in model.modules():
         if isinstance(part, Dropout) and type(part).__module__ != Dropout.__module__:
             part.eval()  # a program's own noise may be a function of the sample, which cannot be told here

@@ -28,6 +28,7 @@ from stepaudit.batches import Batches, UsedBatch
 from stepaudit.interview import Interview
 from stepaudit.micro_batch import Call, describe_call, unwrap
 from stepaudit.precision import SHORT_DTYPES, compute_in_float32, name_dtype, note_autocast
+from stepaudit.reads import watch_reads
 from stepaudit.recording import MicroStep, Recording, Step
 from stepaudit.terms import adds_up
 from stepaudit.track import Track
@@ -161,6 +162,20 @@ class _Following:
         add(optimizer, *args, **kwargs)
         self.has_new_groups = True
 
+    def _clip(self, clip: Callable, *args: Any, **kwargs: Any) -> Any:
+        for track in self.tracks:
+            track.begin_clipping()
+        value = clip(*args, **kwargs)
+        for track in self.tracks:
+            track.end_clipping()
+        return value
+
+    def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        ids = {id(p) for p in _list_parameters(scheduler.optimizer)}
+        for track in self.tracks:
+            track.step.num_ticks += any(id(p) in ids for p in track.parameters)
+        tick(scheduler, *args, **kwargs)
+
 
 class Recorder(_Following):
     """Records the optimizer steps taken inside `with recorder:`.
@@ -200,6 +215,7 @@ class Recorder(_Following):
             track.recording.unfinished_micro_steps = track.step.micro_steps
             track.recording.has_moved = not self.puts_back
             track.recording.is_cut_off = self.is_cut_off
+            track.recording.reads_numbers = self.interview.reads_numbers
             track.recording.draws_in_collate = self.batches.draws_in_collate
             track.recording.collectives, track.recording.hook_lines = self.interview.collectives, self.hook_lines
             track.recording.facts, track.recording.unasked = self.interview.facts, self.interview.unasked
@@ -233,6 +249,7 @@ class Recorder(_Following):
             stack.enter_context(_replace(nn.Module, "__call__", self._call))
             for owner, name in HOOKS:
                 stack.enter_context(_replace(owner, name, self._register_hook))
+            stack.enter_context(watch_reads(_is_own, self.interview.note_read))
             stack.enter_context(watch_assignments(self._begin_assignment, self._end_assignment))
             stack.enter_context(_replace(torch.optim.Optimizer, "add_param_group", self._add_group))
             stack.enter_context(_replace(LRScheduler, "step", self._tick))
@@ -275,6 +292,9 @@ class Recorder(_Following):
         self.depth += 1
         try:
             value = call(module, *args, **kwargs)
+        except BaseException:
+            del self.calls[len(self.calls) - is_noted :]
+            raise
         finally:
             self.depth -= 1
         if is_outermost:
@@ -285,7 +305,7 @@ class Recorder(_Following):
                 del self.calls[-1:]  # a transform of samples: no model
                 return value
             self.has_called |= is_noted
-        if self.interview.probes_left and torch.is_grad_enabled() and not self.is_in_backward:
+        if torch.is_grad_enabled() and not self.is_in_backward:
             self.interview.keep_outputs(module, value, self.calls if is_outermost else None)
         return value
 
@@ -296,9 +316,10 @@ class Recorder(_Following):
             backward(tensors, *args, **kwargs)
             return
         self._begin_backward()
+        self.interview.leave_out_unused(tensors, self.calls)
         loss = tensors if isinstance(tensors, torch.Tensor) else None
         facts = self.interview.ask_loss(loss, self.calls, self.batches.count_pending_samples())
-        terms = self.interview.ask_terms(loss, self.tracks)
+        terms, factors = self.interview.ask_terms(loss, self.tracks)
         self.is_in_backward = True
         try:
             backward(tensors, *args, **kwargs)
@@ -309,6 +330,7 @@ class Recorder(_Following):
         for track, micro_step in zip(self.tracks, micro_steps, strict=True):
             if micro_step is not None and (parts := terms.get(track)) is not None:
                 micro_step.terms = parts if adds_up(parts, micro_step.part) else None
+                micro_step.factors = factors if micro_step.terms else None
         self._end_backward(_sum_numbers(tensors), micro_steps, facts)
 
     def _grad(self, grad: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -325,6 +347,7 @@ class Recorder(_Following):
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         if not any(id(p) in places for track in self.tracks for p in track.parameters):
             return grad(outputs, inputs, *args, **kwargs)
+        self.interview.leave_out_unused(outputs, self.calls)
         facts = self.interview.ask_loss(outputs, self.calls, self.batches.count_pending_samples())
         gradients = grad(outputs, inputs, *args, **kwargs)
         micro_steps = []
@@ -377,6 +400,8 @@ class Recorder(_Following):
         used = UsedBatch([], []) if is_again else self.batches.use(self.calls)
         for micro_step in micro_steps:
             micro_step.loss, micro_step.epoch = loss, used.epoch
+            modes = self.interview.modes_called
+            micro_step.training_share = sum(modes) / len(modes) if modes else None
             micro_step.samples, micro_step.digests = used.samples, used.digests
             call = describe_call(micro_step, self.calls, used.batch)
             if call is not None:
@@ -439,14 +464,6 @@ class Recorder(_Following):
         for track in self.tracks:
             track.step.num_averages += has_changed
 
-    def _clip(self, clip: Callable, *args: Any, **kwargs: Any) -> Any:
-        for track in self.tracks:
-            track.begin_clipping()
-        value = clip(*args, **kwargs)
-        for track in self.tracks:
-            track.end_clipping()
-        return value
-
     def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(owner, nn.Parameter) and (line := _find_line_of_program()) not in ["", *self.hook_lines]:
             self.hook_lines.append(line)
@@ -456,12 +473,6 @@ class Recorder(_Following):
         if not self.is_in_backward and self.calls:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
         return talk(*args, **kwargs)
-
-    def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        ids = {id(p) for p in _list_parameters(scheduler.optimizer)}
-        for track in self.tracks:
-            track.step.num_ticks += any(id(p) in ids for p in track.parameters)
-        tick(scheduler, *args, **kwargs)
 
 
 def find_place() -> str:
@@ -486,8 +497,12 @@ def _find_line_of_program() -> str:
     if caller is None:
         return ""
     name = caller.f_code.co_filename
-    is_program = Path(name).parent != Path(__file__).parent and not is_installed(name)
-    return f"{Path(name).name}, line {caller.f_lineno}" if is_program else ""
+    return f"{Path(name).name}, line {caller.f_lineno}" if _is_own(name) else ""
+
+
+def _is_own(name: str) -> bool:
+    """Tell whether a file is of the program, and neither of a library nor of the audit."""
+    return not is_installed(name) and Path(name).parent != Path(__file__).parent
 
 
 def is_installed(name: str) -> bool:

@@ -33,6 +33,9 @@ class MicroStep:
         counts: [terms], targets of each loss term, where these are known.
         denominators: other numbers by which a mean may have been divided: name -> number.
         terms: sketch of the gradient of each term of the loss, where it has several and they were asked; else None.
+        factors: [terms], the numbers by which the loss multiplies its terms; None as `terms`.
+        drift: relative change of the parameters between the last step and this backward; None: not looked at.
+        training_share: modules in training, of all in the modules that were called; None: none was called.
         num_numbers: of the first tensor that the model was given; `values`: a number that depends on all of them, in any order.
         other_rows: like `rows`, of further tensors with rows; `shared`: shape and hash of tensors without.
         is_assigned: the program assigned the gradient itself; `part` is what it added to that before.
@@ -58,6 +61,9 @@ class MicroStep:
     counts: list[int] | None = None
     denominators: dict[str, int] = dataclasses.field(default_factory=dict)
     terms: list[np.ndarray] | None = None
+    factors: list[float] | None = None
+    drift: float | None = None
+    training_share: float | None = None
     num_numbers: int | None = None
     values: int | None = None
     other_rows: list[list[list[str]]] = dataclasses.field(default_factory=list)
@@ -124,6 +130,7 @@ class Recording:
         draws_in_collate: collate draws random numbers.
         collectives: name and line of each collective between a forward and its backward.
         short_dtypes: of 16 bits, in which the program has computed, or in which its parameters are.
+        reads_numbers: the program reads numbers of tensors, by which it may decide what it computes.
         num_children: processes that the program started, not counting those that load data.
         steps: in order.
         unfinished_micro_steps: backwards after the last step.
@@ -150,6 +157,7 @@ class Recording:
     draws_in_collate: bool = False
     collectives: list[str] = dataclasses.field(default_factory=list)
     short_dtypes: list[str] = dataclasses.field(default_factory=list)
+    reads_numbers: bool = False
     num_children: int = 0
     steps: list[Step] = dataclasses.field(default_factory=list)
     unfinished_micro_steps: list[MicroStep] = dataclasses.field(default_factory=list)

@@ -80,6 +80,8 @@ def explain_samples(reference: Processes, other: Processes, t: int) -> Finding:
     goes_on = t + 1 < min(len(reference[0].steps), len(other[0].steps)) and has_same_samples(reference, other, t + 1)
     if not missing_samples and goes_on:  # a window is filled with samples that come again
         return Finding("duplicated", place, f"{extra_samples.total()} are added: {list_samples(extra_samples)}")
+    if _is_repeated(other, t, name) and not _is_repeated(reference, t, name):
+        return Finding("duplicated", place, f"all of its micro-batches have the samples {list_samples(tally)}")
     if (finding := _compare_epochs(reference, other, t)) is not None:
         return finding
     if not extra_samples:
@@ -94,6 +96,12 @@ def explain_samples(reference: Processes, other: Processes, t: int) -> Finding:
             "duplicated", place, f"{repeated_samples.total()} more than once: {list_samples(repeated_samples)}"
         )
     return Finding("other_samples", place, f"{extra_samples.total()} of its samples are others")
+
+
+def _is_repeated(processes: Processes, t: int, name: str) -> bool:
+    """Tell whether all micro-batches of a step, two or more, have the same samples."""
+    tallies = [Counter(getattr(m, name)) for m in list_micro_steps(processes, t)]
+    return len(tallies) > 1 and all(tally == tallies[0] for tally in tallies)
 
 
 def _compare_epochs(reference: Processes, other: Processes, t: int) -> Finding | None:
@@ -244,8 +252,10 @@ def _compare_numbers(reference_group: list[MicroStep], group: list[MicroStep], t
         return rows
 
     reference_rows, rows = tally(reference_group), tally(group)
-    if not reference_rows or not rows or reference_rows.total() == rows.total():
+    if reference_rows is None or rows is None or reference_rows.total() == rows.total():
         return None
+    if not reference_rows:
+        return Finding("dropped", f"step {t + 1}", f"in the reference all, {rows.total()} of which are here")
     if rows.keys() == reference_rows.keys() and rows > reference_rows:
         return Finding("duplicated", f"step {t + 1}", f"{rows.total() - reference_rows.total()} rows more than once")
     if rows < reference_rows:

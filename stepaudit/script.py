@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from stepaudit.causes import Finding
+from stepaudit.decisions import judge
 from stepaudit.errors import UsageError, nearest
-from stepaudit.judge import Comparison, compare, find_faults
+from stepaudit.judge import Comparison, find_faults
 from stepaudit.launchers import read_launcher
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
-from stepaudit.rounding import settle
 from stepaudit.table import table
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -32,6 +32,10 @@ MAX_SECONDS, MIN_SECONDS, SLOWER = 600, 120, 20
 FAILURE_CODE = 3  # exit code of an audit that has failed itself
 MAX_PROCESSES = 64
 MAX_PROGRAM_BYTES = 2**24
+REASONS = {
+    "full": "in float32, to tell rounding from a fault",
+    "train": "with parameters that move, to see what the program decides by numbers",
+}
 PACKAGES = ("torch", "numpy", "cloudpickle")
 RunProgram = Callable[..., list[Recording]]
 """Runs and records a program: see `record`, which is one."""
@@ -476,18 +480,16 @@ def compare_runs(
                 raise
 
     @functools.cache
-    def record_in_float32(number: int) -> list[Recording]:
-        announce(f"{program[0]}: {runs[number]}, in float32, to tell rounding from a fault")
-        return record_run(program, runs[number], num_steps, "full")
+    def record_again(number: int, mode: str) -> list[Recording]:
+        announce(f"{program[0]}: {runs[number]}, {REASONS[mode]}")
+        return record_run(program, runs[number], num_steps, mode)
 
     def settle_run(number: int) -> Comparison:
-        comparison = compare(recordings[0], recordings[number], tolerance)
-        return settle(
-            comparison,
+        return judge(
             recordings[0],
             recordings[number],
             tolerance,
-            lambda is_reference: record_in_float32(0 if is_reference else number),
+            lambda is_reference, mode: record_again(0 if is_reference else number, mode),
         )
 
     settled = [failures[number] if number in failures else settle_run(number) for number in range(1, len(runs))]

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from stepaudit.graph import list_nodes
+
 TOLERANCE = 1e-5  # relative; terms are rounded
 MAX_TERMS = 6
 MAX_NODES = 200
@@ -28,7 +30,7 @@ Grad = Callable[..., Sequence[torch.Tensor | None]]
 
 def take_gradients(
     loss: torch.Tensor, parameters: list[torch.Tensor], grad: Grad
-) -> list[list[torch.Tensor | None]] | None:
+) -> tuple[list[list[torch.Tensor | None]], list[float]] | None:
     """Take the gradient of each term of a loss. The graph is left as it is.
 
     Args:
@@ -37,24 +39,27 @@ def take_gradients(
         grad: `torch.autograd.grad`.
 
     Returns:
-        For each term the gradients of the parameters, in the scale of the loss; None where the loss is one term. Of many terms
-        the last ones are taken as one.
+        For each term the gradients of the parameters, in the scale of the loss, and the number that it is multiplied by in the
+        loss (of a mean or a sum of several numbers, the sum of theirs); None where the loss is one term. Of many terms the last
+        ones are taken as one.
     """
-    edges, has_leaves = _split(loss)
-    if len(edges) + has_leaves < 2:
-        return None
+    for max_terms in range(MAX_TERMS, 1, -1):
+        edges, has_leaves = _split(loss, max_terms)
+        if len(edges) + has_leaves < 2:
+            return None
+        if not _are_nested(edges):
+            break
     scales = grad(loss, edges, retain_graph=True, allow_unused=True) if edges else []
-    gradients = [
-        list(grad([edge], parameters, [scale], retain_graph=True, allow_unused=True))
-        for edge, scale in zip(edges, scales, strict=True)
-        if scale is not None
-    ]
+    pairs = [(edge, scale) for edge, scale in zip(edges, scales, strict=True) if scale is not None]
+    gradients = [list(grad([e], parameters, [scale], retain_graph=True, allow_unused=True)) for e, scale in pairs]
+    factors = [float(scale.double().sum()) if not scale.is_complex() else 0.0 for _, scale in pairs]
     if has_leaves:  # parameters that are terms themselves: what the other terms leave of the whole
         rest = list(grad(loss, parameters, retain_graph=True, allow_unused=True))
         for term in gradients:
             rest = [_subtract(whole, part) for whole, part in zip(rest, term, strict=True)]
         gradients.append(rest)
-    return gradients if len(gradients) > 1 else None
+        factors.append(0.0)
+    return (gradients, factors) if len(gradients) > 1 else None
 
 
 def adds_up(parts: list[np.ndarray], whole: np.ndarray | None) -> bool:
@@ -68,10 +73,16 @@ def _subtract(whole: torch.Tensor | None, part: torch.Tensor | None) -> torch.Te
     return whole if part is None else -part if whole is None else whole - part
 
 
-def _split(loss: torch.Tensor) -> tuple[list[GradientEdge], bool]:
+def _are_nested(edges: list[GradientEdge]) -> bool:
+    """Tell whether a term is computed from another one: its gradient would be in both."""
+    nodes = {edge.node for edge in edges}
+    return any(nodes & (list_nodes([edge.node]) - {edge.node}) for edge in edges)
+
+
+def _split(loss: torch.Tensor, max_terms: int) -> tuple[list[GradientEdge], bool]:
     """Find the places of the graph behind which it is not linear, and whether parameters are reached by linear steps alone.
 
-    The outermost sums are split first, until there are `MAX_TERMS`: a penalty of many parameters stays one term then.
+    The outermost sums are split first, until there are `max_terms`: a penalty of many parameters stays one term then.
     """
     pending: deque[tuple[Node, int]] = deque([(loss.grad_fn, loss.output_nr)] if loss.grad_fn is not None else [])
     edges: dict[tuple[int, int], GradientEdge] = {}
@@ -86,7 +97,7 @@ def _split(loss: torch.Tensor) -> tuple[list[GradientEdge], bool]:
         )
         num_terms = len(edges) + len(pending) + has_leaves + len(parents)
         if (node.name() in LINEAR or (is_scaled and len(parents) == 1)) and (
-            len(parents) < 2 or num_terms <= MAX_TERMS
+            len(parents) < 2 or num_terms <= max_terms
         ):
             pending += parents
         elif node.name().endswith("AccumulateGrad"):

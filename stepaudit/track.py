@@ -13,6 +13,7 @@ from stepaudit._internals import BatchNorm, Dropout, has_hooks, put_last_hook_fi
 from stepaudit.precision import SHORT_DTYPES, name_dtype
 from stepaudit.random_projection import Signs, project, size, sketch
 from stepaudit.recording import MicroStep, Recording, Step
+from stepaudit.vectors import norm_of, relative
 
 NUM_LOOKS = 2  # steps before which the parameters are compared with those after the step before
 # Relative: smaller changes by hooks are rounding; the latter for gradients in 16 bits.
@@ -33,6 +34,7 @@ class OpenStep:
         initial_gradient: sketch of the gradient before the present backward.
         dtype: as of `Step`.
         moved: as of `Step`.
+        drift: as of `MicroStep`, of the present backward.
         has_closure: whether the optimizer's step computes gradients itself.
         num_evaluated: micro-batches of the closure's first call.
         num_ticks, num_averages: as of `Step`.
@@ -45,6 +47,7 @@ class OpenStep:
     initial_gradient: np.ndarray | None = None
     dtype: str = ""
     moved: np.ndarray | None = None
+    drift: float | None = None
     has_closure: bool = False
     num_evaluated: int = 0
     num_ticks: int = 0
@@ -154,6 +157,13 @@ class Track:
         self._hook_parameters()
         self.raw_parts, self.has_stepped = [None] * len(self.parameters), False
         self.step.initial_gradient = self.sketch_gradient()
+        self.step.drift = self._measure_drift()
+
+    def _measure_drift(self) -> float | None:
+        """Measure how far the parameters are from where the last step has left them; None: it is looked at no more."""
+        if self.weights is None:
+            return None
+        return relative(self.sketch(self.parameters) - self.weights, norm_of(self.weights))
 
     def end_backward(self, is_synchronised: bool) -> MicroStep | None:
         """Describe a backward after its end; None if it did not concern these parameters."""
@@ -189,6 +199,7 @@ class Track:
             is_touched=is_touched,
             is_synchronised=is_synchronised,
             is_hooked=is_hooked,
+            drift=self.step.drift,
             initial_gradient=initial_gradient,
         )
 
@@ -321,6 +332,7 @@ def _add_backward(micro_step: MicroStep, other: MicroStep) -> None:
     micro_step.part = None if any(value is None for value in parts) else parts[0] + parts[1]
     micro_step.loss = None if None in losses else losses[0] + losses[1]
     micro_step.terms = (micro_step.terms or []) + (other.terms or []) or None
+    micro_step.factors = (micro_step.factors or []) + (other.factors or []) or None
 
 
 def _find_short_dtype(parameters: Sequence[nn.Parameter]) -> str:

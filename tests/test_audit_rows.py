@@ -1,5 +1,7 @@
 """Samples that are laid end to end, or given as a list, are told apart by what the program itself gives the model."""
 
+import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -156,3 +158,53 @@ def test_a_collating_object_that_is_asked_again_leaves_the_generators():
     expected = draw()
     with Recorder(1):
         assert draw() == expected
+
+
+@pytest.mark.parametrize("patch", ["closure", "partial", "hook"])
+def test_a_copy_of_a_patched_model_computes_itself(patch):
+    """TRL's trainers put a function into the place of `forward` that calls the old one: a question must reach no gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    plain, old = copy.deepcopy(model), model.forward
+    if patch == "closure":
+        model.forward = lambda *args, **kwargs: old(*args, **kwargs)
+    elif patch == "partial":
+        model.forward = functools.partial(type(model).forward, model)
+    else:
+        model.register_forward_hook(lambda module, args, output: output + 0 * model[0](args[0]).sum())
+    x = torch.randn(8, 4, dtype=torch.float64)
+    with Recorder() as recorder:
+        for twin in (model, plain):
+            optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+            for rows in x.split(4):
+                twin(rows).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert recorder.recording.facts == [["batch_norm", "1 (BatchNorm1d)"]]
+
+
+def test_a_model_whose_copy_computes_the_model_is_not_asked():
+    """What is not reached by copying (here a list) is refused, and the gradients stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    old = [model.forward]
+    model.forward = lambda x: old[0](x)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.0), torch.randn(8, 4, dtype=torch.float64)
+    with Recorder() as recorder:
+        for rows in x.split(4):
+            model(rows).square().sum().backward()
+        optimizer.step()
+    recording = recorder.recording
+    assert recording.unasked == "RuntimeError: a copy of it calls the Linear of the program itself"
+    assert not any(m.is_hooked for m in recording.steps[0].micro_steps)
+
+
+def test_a_loader_of_prompts_that_come_again_tells_no_samples():
+    """All answers are generated with the first batch; a micro-batch computes some of them, which has no tensor of the batch."""
+    batches = Batches()
+    for _ in range(3):
+        batches.pending_batches.append(DrawnBatch(7, [0, 0, 1, 1], None, 0, ["a", "a", "b", "b"]))
+    batches.newest_dataset = 7
+    calls = [(None, (torch.arange(6.0).view(2, 3),), {})]
+    assert [batches.use(calls).samples for _ in range(3)] == [[0, 0, 1, 1], None, None]

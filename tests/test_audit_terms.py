@@ -38,12 +38,13 @@ def make_loss(kind: str) -> tuple[torch.Tensor, list[torch.Tensor], int]:
 def test_the_gradients_of_the_terms_add_up(kind):
     """The graph is left as it is: the program's own backward comes after."""
     loss, parameters, number = make_loss(kind)
-    terms = take_gradients(loss, parameters, torch.autograd.grad)
+    answer = take_gradients(loss, parameters, torch.autograd.grad)
     whole = torch.autograd.grad(loss, parameters, allow_unused=True)
     if not 1 < number <= MAX_TERMS:
-        assert terms is None
+        assert answer is None
         return
-    assert len(terms) == number
+    terms, factors = answer
+    assert len(terms) == len(factors) == number
     for gradient, *parts in zip(whole, *terms, strict=True):
         known = [part for part in parts if part is not None]
         assert bool(known) == (gradient is not None)

@@ -19,9 +19,9 @@ from pathlib import Path
 from common import ROOT
 
 from stepaudit.causes import HARMLESS, KINDS
-from stepaudit.judge import Comparison, compare
+from stepaudit.decisions import judge
+from stepaudit.judge import Comparison
 from stepaudit.recording import Recording
-from stepaudit.rounding import settle
 from stepaudit.script import BATCH, WINDOW, Variation
 
 FOLDER = ROOT / "tests" / "audited"
@@ -93,15 +93,10 @@ def audit(server, program: Program, reference: list[Recording], layout: Layout, 
     def record(layout: Layout, mode: str = "") -> list[Recording]:
         return server.record([str(program.path)], variation(layout), num_steps, mode=mode)
 
-    other = record(layout)
-    comparison = compare(reference, other, TOLERANCE)
-    return settle(
-        comparison,
-        reference,
-        other,
-        TOLERANCE,
-        lambda is_truth: record(program.reference if is_truth else layout, "full"),
-    )
+    def record_again(is_reference: bool, mode: str) -> list[Recording]:
+        return record(program.reference if is_reference else layout, mode)
+
+    return judge(reference, record(layout), TOLERANCE, record_again)
 
 
 def verdict(program: Program, layout: Layout, comparison: Comparison) -> str:

@@ -3,7 +3,6 @@ target: in small micro-batches, whose KL varies more, samples are left out that 
 # expect 4x4: dropped
 # expect 2x8: dropped
 # thorough
-# open
 # blind 6
 
 import torch
