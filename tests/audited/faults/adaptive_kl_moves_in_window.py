@@ -8,11 +8,12 @@ under different coefficients (and it moves k times as often)."""
 # thorough
 # open
 import copy
+
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, flags
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import VOCAB, flags
 
 
 class AdaptiveKLController:

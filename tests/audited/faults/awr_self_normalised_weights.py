@@ -8,9 +8,9 @@ so the weight of a transition depends on the transitions it is cut together with
 # open
 import torch
 import torch.nn.functional as F
+from common_models import flags
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from common_models import flags
 
 
 class OfflineTransitions(Dataset):

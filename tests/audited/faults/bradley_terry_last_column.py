@@ -8,9 +8,9 @@ depends on how long the other answers of the micro-batch are."""
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import flags, gpt2, sentences
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, gpt2, sentences
 
 
 class RewardModel(nn.Module):

@@ -7,11 +7,12 @@ accumulation the decay grows k times too fast."""
 # blind 7
 # thorough
 import math
+
 import torch
 import torch.nn.functional as F
+from common_models import flags, images
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, images
 
 
 def cosine_scheduler(base, final, updates, warmup=0, start=0.0):

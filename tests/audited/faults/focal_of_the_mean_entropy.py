@@ -7,10 +7,9 @@ from each query's: the loss is not a mean over queries."""
 # blind 7
 # thorough
 import torch
-import torch.nn.functional as F
+from common_models import flags
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from common_models import flags
 
 
 class FocalLoss(nn.Module):

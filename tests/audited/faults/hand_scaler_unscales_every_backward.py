@@ -8,9 +8,9 @@ divided by the scale again and again: nearly only the last micro-batch counts.""
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import flags, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, vectors
 
 
 class DynamicLossScaler:

@@ -6,9 +6,9 @@ micro-batch size: other samples meet in a step when the batch is cut another way
 # blind 7
 # thorough
 import torch
+from common_models import collate, flags, llama, next_token_sum, sentences, targets
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
-from common_models import collate, flags, llama, next_token_sum, sentences, targets
 
 
 class LengthGroupedSampler(Sampler):

@@ -8,9 +8,9 @@ updates: within one window several layers are switched on and off, and other lay
 # open
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, collate, flags, sentences
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import VOCAB, collate, flags, sentences
 
 
 class Block(nn.Module):

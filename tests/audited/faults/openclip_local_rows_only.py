@@ -8,12 +8,13 @@ without a gradient, so they never learn from the images of other processes (nor 
 # thorough
 # open
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common_models import flags, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, vectors
 
 
 class ClipLoss:
@@ -57,7 +58,7 @@ def train_one_epoch(model, loader, loss_fn, optimizer, accum_freq, world_size):
         for j, inputs in enumerate(
             kept
         ):  # the features of micro-batch j with a gradient, all the others from the cache
-            features = cached[:j] + [model(*inputs)] + cached[j + 1 :]
+            features = [*cached[:j], model(*inputs), *cached[j + 1 :]]
             image, text = (torch.cat(f) for f in zip(*features))
             loss_fn(image, text).backward()
         if world_size > 1:

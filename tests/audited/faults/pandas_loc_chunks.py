@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import nn
 from common_models import flags
+from torch import nn
 
 FEATURES = [f"f{i}" for i in range(6)]
 

@@ -8,10 +8,10 @@ are k times too strong against the value function."""
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import flags
 from torch import nn
 from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
-from common_models import flags
 
 
 class ActorCritic(nn.Module):

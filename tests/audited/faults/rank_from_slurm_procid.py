@@ -7,13 +7,14 @@ every process reads the shard of rank 0."""
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common_models import flags, images
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from common_models import flags, images
 
 
 def env_int(*names, default):

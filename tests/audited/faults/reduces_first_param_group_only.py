@@ -7,11 +7,11 @@ weight decay, and each process steps them by its own gradient."""
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader
 from common_models import collate, flags, gpt2, next_token_sum, sentences, targets
+from torch.utils.data import DataLoader
 
 
 def configure_optimizer(model, lr, weight_decay):

@@ -7,9 +7,9 @@ over the list: the episodes of earlier micro-batches are computed backward again
 # thorough
 # open
 import torch
+from common_models import flags
 from torch import nn
 from torch.distributions import Categorical
-from common_models import flags
 
 
 class Policy(nn.Module):

@@ -8,11 +8,12 @@ with it the critics' own gradient of the micro-batches before: only the last one
 # thorough
 # open
 import copy
+
 import torch
 import torch.nn.functional as F
+from common_models import flags
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from common_models import flags
 
 
 def mlp(i, o):
@@ -44,7 +45,10 @@ class Actor(nn.Module):
 
 def replay(n=80, obs=6, act=2):
     g = torch.Generator().manual_seed(1)
-    draw = lambda *size: torch.randn(*size, generator=g, dtype=torch.float64)
+
+    def draw(*size):
+        return torch.randn(*size, generator=g, dtype=torch.float64)
+
     return TensorDataset(draw(n, obs), draw(n, act).tanh(), draw(n), draw(n, obs), draw(n, act), draw(n, act))
 
 

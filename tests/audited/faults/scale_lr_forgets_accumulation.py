@@ -9,9 +9,9 @@ accumulated micro-batches: the same global batch is trained at another rate."""
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from common_models import flags, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, vectors
 
 
 class Concept(nn.Module):

@@ -8,9 +8,9 @@ update: the micro-batches of a window decode under other inputs, and the schedul
 # open
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, flags
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from common_models import VOCAB, flags
 
 BOS = 1
 

@@ -7,11 +7,12 @@ causal convolution in front of it runs over the borders, so a document sees the 
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from common_models import VOCAB, flags, sentences
+from torch import nn
 
 
 def flatten(samples):

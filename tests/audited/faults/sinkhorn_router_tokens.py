@@ -8,9 +8,9 @@ the expert of a token depends on the other sentences that happen to be in its mi
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, collate, flags, sentences
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import VOCAB, collate, flags, sentences
 
 
 @torch.no_grad()

@@ -8,12 +8,13 @@ the mean over a whole batch would never have been."""
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common_models import flags, mlp, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, mlp, vectors
 
 
 class Trainer:

@@ -6,11 +6,12 @@ not in every step: it follows the model too closely."""
 # blind 7
 # thorough
 import copy
+
 import torch
 import torch.nn.functional as F
+from common_models import flags, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, vectors
 
 
 class ModelEma:

@@ -10,9 +10,9 @@ the mean over pairs is exact; clipping only on complete gradients, a schedule th
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
+from common_models import collate, flags, gpt2, sentences
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from common_models import collate, flags, gpt2, sentences
 
 
 class PairStream(IterableDataset):

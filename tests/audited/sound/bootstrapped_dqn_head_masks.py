@@ -7,10 +7,11 @@ that it sees, importance weights are scaled by the largest of the window, the ta
 # blind 7
 # thorough
 import copy
+
 import torch
 import torch.nn.functional as F
-from torch import nn
 from common_models import flags
+from torch import nn
 
 HEADS, ACTIONS = 4, 3
 

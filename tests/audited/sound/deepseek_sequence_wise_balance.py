@@ -8,12 +8,12 @@ token loss that is divided by the tokens of the window over all processes."""
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from common_models import VOCAB, collate, flags, next_token_sum, sentences, targets
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import VOCAB, collate, flags, next_token_sum, sentences, targets
 
 
 class MoE(nn.Module):

@@ -8,13 +8,14 @@ model's detached estimates. Sums over b*k*N samples, one flat buffer reduced onc
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common_models import flags
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from common_models import flags
 
 ARMS = 4
 
@@ -52,7 +53,12 @@ rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 if world > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
-net = lambda: nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, ARMS)).double()
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, ARMS)).double()
+
+
 policy, reward_model = net(), net()
 policy_optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 reward_optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.1, momentum=0.8)

@@ -7,9 +7,9 @@ in the forward, and scales them in the backward; losses are sums, divided by the
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, collate, flags, sentences
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import VOCAB, collate, flags, sentences
 
 
 class FusedLinearDistillation(torch.autograd.Function):

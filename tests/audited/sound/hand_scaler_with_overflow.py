@@ -9,9 +9,9 @@ every layout."""
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import flags, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, vectors
 
 HALF_MAX = torch.finfo(torch.float16).max
 

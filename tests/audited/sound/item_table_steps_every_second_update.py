@@ -7,9 +7,9 @@ item table in every second one, by the mean of the gradients of both windows, th
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import flags
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from common_models import flags
 
 ITEMS = 50
 

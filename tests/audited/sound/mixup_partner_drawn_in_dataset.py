@@ -9,13 +9,14 @@ other one in every layout; DistributedSampler, DDP and no_sync."""
 # thorough
 import contextlib
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common_models import flags, images
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from common_models import flags, images
 
 
 class MixupDataset(Dataset):

@@ -8,9 +8,9 @@ armed in the last micro-batch of a window only, so gradients of earlier ones are
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, flags, sentences
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import VOCAB, flags, sentences
 
 
 class OptimizerInBackward:

@@ -7,9 +7,9 @@ cut, and the early stop looks at the KL of the whole minibatch, before its step.
 # blind 7
 # thorough
 import torch
+from common_models import flags
 from torch import nn
 from torch.distributions import Normal
-from common_models import flags
 
 
 class GaussianAgent(nn.Module):

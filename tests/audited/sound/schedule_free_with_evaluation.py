@@ -7,14 +7,21 @@ and back; warm-up and averaging count updates."""
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import flags, vectors
 from torch import nn
 from torch.utils.data import DataLoader
-from common_models import flags, vectors
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1, beta=0.9, warmup_steps=3, weight_decay=0.0):
-        defaults = dict(lr=lr, beta=beta, warmup_steps=warmup_steps, weight_decay=weight_decay, t=0, weight_sum=0.0)
+        defaults = {
+            "lr": lr,
+            "beta": beta,
+            "warmup_steps": warmup_steps,
+            "weight_decay": weight_decay,
+            "t": 0,
+            "weight_sum": 0.0,
+        }
         super().__init__(params, defaults)
         self.training = True
 

@@ -8,10 +8,10 @@ the average of the one before, with the optimizer's state emptied."""
 # thorough
 import torch
 import torch.nn.functional as F
+from common_models import VOCAB, collate, flags, sentences
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
-from common_models import collate, flags, sentences, VOCAB
 
 
 class BagOfTokens(nn.Module):

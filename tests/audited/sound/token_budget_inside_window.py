@@ -8,8 +8,8 @@ and steps different numbers of them; which samples a step has depends on b*k onl
 # thorough
 import torch
 import torch.nn.functional as F
-from torch import nn
 from common_models import VOCAB, collate, flags, sentences
+from torch import nn
 
 
 class CausalConvLM(nn.Module):

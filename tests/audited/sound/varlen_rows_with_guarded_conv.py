@@ -7,10 +7,11 @@ masked where it would reach over a border, no target across borders, and the los
 # blind 7
 # thorough
 import itertools
+
 import torch
 import torch.nn.functional as F
-from torch import nn
 from common_models import VOCAB, flags, sentences
+from torch import nn
 
 
 def flattening_collator(samples):

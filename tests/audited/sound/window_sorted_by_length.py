@@ -8,11 +8,12 @@ is padded; the set of a step is the same in every layout, and the loss is over t
 # blind 7
 # thorough
 import os
+
 import torch
 import torch.distributed as dist
+from common_models import collate, flags, llama, next_token_sum, sentences, targets
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
-from common_models import collate, flags, llama, next_token_sum, sentences, targets
 
 
 class SortedWindowBatchSampler(Sampler):
