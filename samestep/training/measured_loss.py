@@ -77,7 +77,7 @@ def count_things(batch: Batch) -> dict[str, int]:
 def _count_to_choose(batch: Batch) -> dict[str, int]:
     """Count a sample's things, and add up its labels: a loss may compare those that are alike, or not."""
     labels = {
-        f"values of {name}": 1 + int(value.abs().sum())
+        f"values of {name}": 1 + int(value.long().abs().sum())
         for name, value in batch.items()
         if "label" in name and isinstance(value, torch.Tensor) and not value.is_floating_point()
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from samestep.contrib.whole_batch.quantities import Quantities, WholeBatch
 from samestep.errors import UsageError
@@ -38,6 +39,13 @@ class EmbeddingStep(ExactStep):
     _whole: WholeBatch | None = None
     _guides: Sequence[nn.Module] = ()
     _prefixes: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments) and given.world_size > 1:
+                # sentence-transformers sets it on several processes, to leave out samples that would make batches uneven
+                given.dataloader_drop_last = False
+        super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         kind = getattr(self.args.batch_sampler, "value", self.args.batch_sampler)
