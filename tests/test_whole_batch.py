@@ -18,7 +18,8 @@ from run_whole_batch import (
 from torch import nn
 
 from samestep import exact_steps
-from samestep.contrib.whole_batch import WholeBatch, balance, contrastive
+from samestep.contrib.whole_batch import balance, contrastive
+from samestep.contrib.whole_batch.quantities import WholeBatch
 from samestep.errors import UsageError
 
 TEXT_BATCH, IMAGE_BATCH = collate_texts(TEXTS), collate_images(IMAGES)

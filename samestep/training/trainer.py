@@ -90,8 +90,7 @@ class ExactStep(Trainer):
         loss_weights: Sequence[float] | None = None,
         **kwargs: Any,
     ):
-        if self.TAKES_LOSS:
-            kwargs, loss = kwargs | {"loss": loss}, None
+        kwargs, loss = (kwargs | {"loss": loss}, None) if self.TAKES_LOSS else (kwargs, loss)
         super().__init__(*args, **kwargs)
         targets = targets or getattr(loss, "targets", None)
         problems = find_problems(self.accelerator, type(self).__name__) + find_setting_problems(self.args)

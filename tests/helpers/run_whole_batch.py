@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep import exact_steps, noise_by_sample
-from samestep.contrib.whole_batch import WholeBatch, balance, contrastive
+from samestep.contrib.whole_batch import balance, contrastive
+from samestep.contrib.whole_batch.quantities import WholeBatch
 
 NUM_SAMPLES, VOCAB, SIZE, NUM_STEPS = 10, 40, 12, 3
 GEN = torch.Generator().manual_seed(0)

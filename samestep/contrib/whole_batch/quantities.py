@@ -30,7 +30,7 @@ SAME = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is known of a micro-batch before its backward.
+    """A micro-batch before its backward.
 
     Attributes:
         quantities: z_q, without graph.
