@@ -12,6 +12,7 @@ import collections
 import concurrent.futures
 import contextlib
 import io
+import json
 import os
 import sys
 import tempfile
@@ -87,6 +88,38 @@ def ask_trainer(name: str) -> dict[str, Any]:
 # Results
 
 
+def find_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Find what is another verdict than in the state of other versions before; of the same versions, what was found then.
+
+    >>> row = {"head": "A", "verdict": "exact", "exact_error": 0.0}
+    >>> old = {"about": {"date": "1", "versions": {"x": "1"}}, "heads": [row, {"head": "B", "failed": "-", "read": "exact"}]}
+    >>> new = {"about": {"date": "2", "versions": {"x": "2"}}, "heads": [row | {"verdict": "k times"}, row | {"head": "C"}]}
+    >>> (found := find_changes(old, new))["added"], found["removed"], found["others"]
+    (['C'], ['B'], [['A', 'exact; made exact: yes', 'k times; made exact: yes']])
+    >>> find_changes(new | {"changes": found}, new) == found
+    True
+    """
+    if old["about"]["versions"] == new["about"]["versions"]:
+        return old.get("changes", {})
+    before, now = ({row["head"]: row for row in results["heads"]} for results in (old, new))
+    both = [name for name in now if name in before]
+    found = {name: (describe(before[name]), describe(now[name])) for name in both}
+    return {
+        "since": {key: old["about"][key] for key in ("date", "versions")},
+        "added": [name for name in now if name not in before],
+        "removed": [name for name in before if name not in now],
+        "others": [[name, *pair] for name, pair in found.items() if pair[0] != pair[1]],
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Describe a head's row in a few words: Trainer's step, and the exact one."""
+    if "failed" in row:
+        return f"not run, read: {row['read']}"
+    is_exact = row.get("exact_error", 1.0) < ROUNDING
+    return f"{row['verdict']}; made exact: {'yes' if is_exact else 'refused' if 'refusal' in row else 'nearly'}"
+
+
 def main() -> None:
     import trl_runs
 
@@ -108,6 +141,8 @@ def main() -> None:
     rows.sort(key=lambda row: (tiny.ORDER.index(row["kind"]), row["head"]))
     about = harness.about("make bench NAME=state", ("torch", "transformers", "accelerate", "trl"), 1)
     results = {"about": about, "heads": rows, "trainers": trainers}
+    if (before := arguments.output.with_suffix(".json")).exists():
+        results["changes"] = find_changes(json.loads(before.read_text(encoding="utf-8")), results)
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "state":
         PAGE.write_text(markdown(results).replace(f"{DOCS}/", ""), encoding="utf-8")
@@ -118,6 +153,18 @@ def explain(refusal: str) -> str:
     kinds = {"padding": "padding", "balances experts": "a loss that balances experts", "draws at random": "noise"}
     found = [text for sign, text in kinds.items() if sign in refusal]
     return found[0] if found else "compares samples, or several counts"
+
+
+def write_changes(changes: dict[str, Any]) -> str:
+    """Write what changed since the state of other versions."""
+    if not changes:
+        return ""
+    versions = ", ".join(f"{name} {number}" for name, number in changes["since"]["versions"].items())
+    lines = [f"- `{name}`: {old}. Now: {new}." for name, old, new in changes["others"]]
+    for name, heads in (("New", changes["added"]), ("Gone", changes["removed"])):
+        lines += [f"- {name}: {', '.join(f'`{head}`' for head in heads)}."] if heads else []
+    text = "\n".join(lines) or "- Nothing."
+    return f"## What changed\n\nSince the state of {changes['since']['date']} ({versions}):\n\n{text}\n\n"
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -197,6 +244,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{chr(10).join(lists)}\n"
         f"What was read in the source is what was run for {agreed} of {len(done)} heads"
         f"{'; not for ' if others else ''}{', '.join(others)}.\n\n"
+        f"{write_changes(results.get('changes', {}))}"
         "## Heads that were read only\n\n"
         "The verdict is what their source says, and was not run. A head that computes no loss takes targets all the same, and "
         f"Trainer cannot train it.\n\n{chr(10).join(only_read)}\n"
