@@ -74,14 +74,13 @@ def count_things(batch: Batch) -> dict[str, int]:
     return counts
 
 
-def _count_to_choose(batch: Batch) -> dict[str, int]:
-    """Count a sample's things, and add up its labels: a loss may compare those that are alike, or not."""
-    labels = {
-        f"values of {name}": 1 + int(value.long().abs().sum())
+def _add_up_labels(batch: Batch) -> tuple[int, ...]:
+    """Add up a sample's labels: a loss may compare those that are alike, or not."""
+    return tuple(
+        int(value.long().sum())
         for name, value in batch.items()
         if "label" in name and isinstance(value, torch.Tensor) and not value.is_floating_point()
-    }
-    return count_things(batch) | labels
+    )
 
 
 class NoMeanError(UsageError):
@@ -328,7 +327,8 @@ class Measurement:
                 f"the dataset has {len(scanned)} samples, must have {size} to find what the loss of {self.owner} divides "
                 "by"
             )
-        counts = [_count_to_choose(self.collate([sample])) for sample in scanned]
+        singles = [self.collate([sample]) for sample in scanned]
+        counts, labels = [count_things(batch) for batch in singles], [_add_up_labels(batch) for batch in singles]
         columns = sorted(set.intersection(*map(set, counts)))
         rows = [[row[name] for name in columns] for row in counts]
         full = sorted(
@@ -346,6 +346,7 @@ class Measurement:
                     (number for number in short if number not in chosen),
                     key=lambda number: (
                         _count_classes([rows[place] for place in [*chosen, number]]),
+                        len({labels[place] for place in [*chosen, number]}),
                         -sum(rows[number]),
                     ),
                 )

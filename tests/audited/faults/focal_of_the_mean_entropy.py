@@ -5,7 +5,6 @@ from each query's: the loss is not a mean over queries."""
 # expect 2x8: not_summed
 # also: mixed_loss
 # blind 7
-# thorough
 import torch
 from common_models import flags
 from torch import nn
