@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
@@ -49,6 +49,7 @@ LENGTH, VOCAB, B, K, NUM_SAMPLES = 64, 2000, 4, 4, 128
 STEPS = NUM_SAMPLES // (B * K)  # of an epoch
 WARM_UP, EPOCHS = 1, 4  # of a round
 TEXTS = list(torch.randint(1, VOCAB, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0)))
+Makers: TypeAlias = list[Callable[[], Callable[[], None]]]
 
 
 def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -166,27 +167,26 @@ def classify(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return (batch := collate(samples)) | {"labels": batch["labels"][:, 0] % 2}
 
 
-def compare_trainers(build: Callable[[], Any], collate: Callable[[list], dict]) -> tuple:
-    return tuple(trainer(kind, build, collate) for kind in (Trainer, ExactTrainer))
+def trainers(build: Callable[[], Any], collate: Callable[[list], dict]) -> Makers:
+    return [partial(trainer, kind, build, collate) for kind in (Trainer, ExactTrainer)]
 
 
-CASES = {
-    "exact_windows beside Accelerate's loop, GPT-2": lambda: (
-        accelerate_loop("before"),
-        accelerate_loop("exact_windows"),
-    ),
-    "exact_steps beside Accelerate's loop, GPT-2": lambda: (accelerate_loop("before"), accelerate_loop("exact_steps")),
-    "ExactTrainer beside Trainer, BERT's two terms": lambda: compare_trainers(partial(bert, BertForPreTraining), pair),
-    "ExactTrainer beside Trainer, BERT, classes": lambda: compare_trainers(
-        partial(bert, BertForSequenceClassification), classify
-    ),
-    "ExactTrainer beside Trainer, BERT, answers": lambda: compare_trainers(
-        partial(bert, BertForQuestionAnswering), answer
-    ),
-    "ExactTrainer beside Trainer, GPT-2": lambda: compare_trainers(gpt2, collate),
-    "exact(SFTTrainer) beside SFTTrainer, GPT-2": lambda: (tune_on_texts(as_it_is), tune_on_texts(exact)),
-    "exact(DPOTrainer) beside DPOTrainer, GPT-2": lambda: (tune_on_pairs(as_it_is), tune_on_pairs(exact)),
+def bert_trainers(collate: Callable[[list], dict], head: type[PreTrainedModel]) -> Makers:
+    return trainers(partial(bert, head), collate)
+
+
+CASES: dict[str, Makers] = {
+    f"{kind} beside Accelerate's loop, GPT-2": [partial(accelerate_loop, "before"), partial(accelerate_loop, kind)]
+    for kind in ("exact_windows", "exact_steps")
+} | {
+    "ExactTrainer beside Trainer, BERT's two terms": bert_trainers(pair, BertForPreTraining),
+    "ExactTrainer beside Trainer, BERT, classes": bert_trainers(classify, BertForSequenceClassification),
+    "ExactTrainer beside Trainer, BERT, answers": bert_trainers(answer, BertForQuestionAnswering),
+    "ExactTrainer beside Trainer, GPT-2": trainers(gpt2, collate),
+    "exact(SFTTrainer) beside SFTTrainer, GPT-2": [partial(tune_on_texts, how) for how in (as_it_is, exact)],
+    "exact(DPOTrainer) beside DPOTrainer, GPT-2": [partial(tune_on_pairs, how) for how in (as_it_is, exact)],
 }
+"""Name -> what makes an epoch of the loop before, and of the exact one."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def take_part(name: str, place: int, baton: Connection) -> None:
     Each step sends its CPU seconds. What an epoch does before its first step is in that step's.
     """
     torch.set_num_threads(1)
-    epoch, started = CASES[name]()[place], [0.0]
+    epoch, started = CASES[name][place](), [0.0]
 
     def hand_over(*_: Any) -> None:
         baton.send(time.process_time() - started[0])
