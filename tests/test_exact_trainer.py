@@ -119,11 +119,6 @@ def test_what_is_refused(train):
     refused("train_dataset is a Stream", "exact_windows", train_dataset=Stream())
     refused("compute_loss_func", "loss=...", compute_loss_func=lambda *_: None)
     refused("label_smoothing_factor is 0.1", loss=mean, label_smoothing_factor=0.1)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True}
-    balanced = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**SIZES, **experts, head_dim=8, num_key_value_heads=2)
-    )
-    refused("balances experts", "output_router_logits = False", model=balanced, kind="text")
     refused("must have labels and next_sentence_label", model=bert("BertForPreTraining"), data_collator=drop_pair_label)
     refused("loss returned Tensor", "(sums, number of targets)", loss=lambda m, b: m(**b).loss, targets=len)
 

@@ -21,7 +21,7 @@ from samestep.step.accumulate import total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared, ways
-from samestep.training.head_loss import REMEDY, HeadLoss
+from samestep.training.head_loss import REMEDY, HeadLoss, WholeLoss, find_balance_weight
 from samestep.training.launch import is_sharded
 from samestep.training.measured_loss import (
     NUM_ASKED,
@@ -132,7 +132,7 @@ class ExactStep(Trainer):
         """Find the loss as sums: of a head that is known, in a trainer that leaves the loss to it, or measured."""
         if self._find_parent("compute_loss") is Trainer:
             model = self.accelerator.unwrap_model(self.model)
-            if (head := HeadLoss.find(model, self.args.label_smoothing_factor)) is not None:
+            if (head := _choose_head(model)(model, self.args.label_smoothing_factor)).is_known:
                 return head, head.targets
         self._measures = True
         return self._sum_own_loss, self._count_by_divisor
@@ -195,7 +195,7 @@ class ExactStep(Trainer):
             with explained(head.name):
                 is_computed = head.is_all_of(lambda: self._ask_own_loss(model, batch), model, batch)
             if is_computed:
-                sums = measurement(lambda batch: head(model, self._prepare_inputs(batch))[0], owner=head.name)
+                sums = measurement(lambda batch: head.sum(model, self._prepare_inputs(batch)), owner=head.name)
                 sums.check_sums(loader.dataset)
                 return None
         owner = self._find_parent("compute_loss")
@@ -225,7 +225,10 @@ class ExactStep(Trainer):
         if self._placeholder is not None:
             batches += [self._placeholder] * (num_batches - len(batches))
         self._num_windows += 1
-        return batches, self._find_total(total_counts(self.accelerator, convert_counts(local_counts, self._dtype)))
+        total = self._find_total(total_counts(self.accelerator, convert_counts(local_counts, self._dtype)))
+        if isinstance(self._loss, WholeLoss):
+            self._loss.look(self, batches, total)
+        return batches, total
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a micro-batch's gradient as the trainer does, of this class's loss and of no other."""
@@ -326,14 +329,9 @@ class ExactStep(Trainer):
     @torch.no_grad()
     def _note_evaluation(self, model: nn.Module, batch: Any, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add up the sums and the counts of an evaluation, without the samples that accelerate repeats at its end."""
-        state = self.accelerator.gradient_state
-        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
-            # Of the last batch of all processes only the first `remainder` samples are new
-            size = _count_rows(batch)
-            num_samples = min(size, max(0, state.remainder - self.accelerator.process_index * size))
-            if num_samples < size or is_sharded(self.accelerator):
-                part = {name: _take_rows(name, value, size, max(1, num_samples)) for name, value in batch.items()}
-                sums, counts = (x.view(-1) * (num_samples > 0) for x in check_contract(self._loss(model, part)))
+        part, is_empty = _leave_out_repeated(self.accelerator, batch)
+        if part is not batch:
+            sums, counts = (x.view(-1) * (not is_empty) for x in check_contract(self._loss(model, part)))
         wide = torch.float32 if sums.device.type == "mps" else torch.float64
         totals = torch.stack([sums.detach().to(wide), counts.to(sums.device).to(wide)])
         self._evaluated = totals if self._evaluated is None else self._evaluated + totals
@@ -397,6 +395,11 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
     return type(f"Exact{trainer.__name__}", (step, trainer), {"__module__": __name__, "__doc__": step.__doc__})
 
 
+def _choose_head(model: nn.Module) -> type[HeadLoss]:
+    balanced = ways.find_balanced_head() if find_balance_weight(model.config) else None
+    return balanced or HeadLoss
+
+
 def _is_quantized(model: nn.Module) -> bool:
     """Tell whether weights are integers, with which modules compute in a type of their own."""
     return any(not (p.is_floating_point() or p.is_complex()) for p in model.parameters())
@@ -452,6 +455,19 @@ def _uneven_gathers(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         del accelerator.gather
+
+
+def _leave_out_repeated(accelerator: Accelerator, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Leave out the samples of an evaluation's last batch that accelerate repeats; if it has no others, one stays."""
+    state = accelerator.gradient_state
+    if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        return batch, False
+    # Of the last batch of all processes only the first `remainder` samples are new
+    size = _count_rows(batch)
+    num_samples = min(size, max(0, state.remainder - accelerator.process_index * size))
+    if num_samples == size and not is_sharded(accelerator):
+        return batch, False
+    return {name: _take_rows(name, value, size, max(1, num_samples)) for name, value in batch.items()}, num_samples == 0
 
 
 def _count_rows(batch: Mapping[str, Any]) -> int:

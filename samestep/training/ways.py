@@ -53,6 +53,7 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
 
 
+BALANCED = "samestep.contrib.whole_batch.balanced_head:BalancedHead"
 TRAINERS = {"sentence_transformers": "samestep.contrib.whole_batch.embedding_trainer:EmbeddingStep"}
 """Package of trainers -> MODULE:CLASS of what `exact` adds to them."""
 
@@ -148,6 +149,11 @@ def choose_trainer_step(packages: Collection[str]) -> Any:
     """Find the class of the exact step of a trainer that comes from some packages; None: the usual one."""
     place = next((place for package, place in TRAINERS.items() if package in packages and is_there(place)), None)
     return None if place is None else _load(place)
+
+
+def find_balanced_head() -> Any:
+    """Find the class of the loss of a head that balances experts; None: it is not there."""
+    return _load(BALANCED) if is_there(BALANCED) else None
 
 
 def make_small_model(recipe: Any, folder: Path) -> None:
