@@ -6,9 +6,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from common import fresh_accelerator
-from run_own_trainer import HEADS, NUM_SAMPLES, SIZES, Gradients, bert, collate, draw, evaluations, gpt2, make_arguments
+from run_own_trainer import HEADS, NUM_SAMPLES, Gradients, bert, collate, draw, evaluations, gpt2, make_arguments
 from torch.utils.data import IterableDataset
 from transformers import GPT2LMHeadModel, TrainingArguments
 

@@ -1,8 +1,8 @@
 """Losses of common heads as sums over their targets, computed from logits and labels."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +36,6 @@ def find_balance_weight(config: Any) -> float:
     return float(weight or 0.0) if getattr(text, "output_router_logits", False) else 0.0
 
 
-@runtime_checkable
-class WholeLoss(Protocol):
-    """A loss that sees all micro-batches of a step before the first one is trained."""
-
-    def look(self, trainer: Any, batches: Sequence[Any], total: torch.Tensor) -> None:
-        """See a step's micro-batches, of which placeholders are empty, and its n_j, [terms]."""
-
-
 class HeadLoss:
     """Computes summed losses of common heads from their logits.
 
@@ -53,7 +45,6 @@ class HeadLoss:
 
     Attributes:
         is_known: whether it is one of these heads.
-        num_sums: terms that are sums over targets; others come behind them.
     """
 
     def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
@@ -69,8 +60,13 @@ class HeadLoss:
         is_token = function is LOSS_MAPPING["ForTokenClassification"]
         self.is_classifier = function is LOSS_MAPPING["ForSequenceClassification"]
         self.is_shifted = is_causal and not is_masked and not self.is_seq2seq
-        self.num_sums = 2 if self.pair_label else 1
         self.is_known = bool(self.pair_label or is_causal or is_masked or is_token or self.is_classifier)
+
+    @classmethod
+    def find(cls, model: nn.Module, label_smoothing: float = 0.0) -> "HeadLoss | None":
+        """Make the loss of a model's head; None if it is not known."""
+        head = cls(model, label_smoothing)
+        return head if head.is_known else None
 
     def targets(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Count the targets of a batch, int64 [terms]."""
@@ -84,31 +80,17 @@ class HeadLoss:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the sums [terms] and the numbers of targets [terms] of a batch."""
-        outputs = self._ask(model, batch)
+        omitted_names = set() if self.is_seq2seq else {"labels", self.pair_label}
+        outputs = model(**{name: value for name, value in batch.items() if name not in omitted_names})
         logits = outputs["prediction_logits"] if self.pair_label else outputs["logits"]
         sums = [self._sum(logits, self._labels(batch))]
         if self.pair_label:
             pair = outputs[PAIR_LOGITS[self.pair_label]]
             sums.append(self._cross_entropy(pair, batch[self.pair_label]))
-        sums = torch.stack([*sums, *(term.to(sums[0]) for term in self._compute_more(outputs, model, batch))])
-        return sums, self.targets(batch).to(logits.device)
-
-    def sum(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Compute the terms that are sums over targets, [num_sums]."""
-        return self(model, batch)[0][: self.num_sums]
-
-    def _ask(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Ask the model without labels, so that it computes no loss."""
-        omitted_names = set() if self.is_seq2seq else {"labels", self.pair_label}
-        return model(**{name: value for name, value in batch.items() if name not in omitted_names})
-
-    def _compute_more(
-        self, outputs: Any, model: nn.Module, batch: Mapping[str, torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Compute the terms of the loss that are no sums over targets: none."""
+        sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
         if outputs.get("aux_loss") is not None and find_balance_weight(self.config):
             raise UsageError(BALANCES.format(self.name))
-        return ()
+        return sums, counts
 
     @torch.no_grad()
     def is_all_of(self, ask: Callable[[], torch.Tensor], model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:

@@ -14,8 +14,8 @@ OWN = {
         pretrained_shape proof_gpu timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation balanced_head chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        noise_scale peer_copies preferences reference replicas stragglers watch whole_batch
+        accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
+        expert_term noise_scale peer_copies preferences reference replicas stragglers watch whole_batch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
@@ -38,7 +38,7 @@ SHARED = {
 HELPERS = {
     "stepplan": ["odd_inputs", "odd_runs"],
     "samestep.contrib": """
-        run_accumulating run_balanced_head run_batch_norm run_embedding_trainer run_whole_batch
+        run_accumulating run_expert_term run_batch_norm run_embedding_trainer run_whole_batch
         """.split(),
 }
 """Room -> names of helpers that need it, where pytest looks for doctests."""

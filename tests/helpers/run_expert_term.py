@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from common import fresh_accelerator
 from run_own_trainer import Gradients, make_arguments
-from transformers import Trainer
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
 from samestep import exact
 from samestep.contrib.heads import tiny
@@ -38,6 +38,24 @@ def compute_truth(name: str) -> list[torch.Tensor]:
     return gradients
 
 
+def build_words(folder: Path):
+    """Build a head of experts for the words of `trl_runs`, in a folder from which trainers load their reference."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 1}
+    balance = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, **balance, pad_token_id=0, bos_token_id=None)).save_pretrained(
+        folder
+    )
+    return MixtralForCausalLM.from_pretrained(folder)
+
+
 def train(name: str, b: int, k: int, folder: Path, is_exact: bool = True, model=None, **options):
     """Take an epoch's steps without learning; return their gradients, and the trainer."""
     fresh_accelerator()
@@ -62,6 +80,10 @@ def main(folder: str) -> None:
     """Train in micro-batches of 2, on 2 processes 8 samples a step: in the last step one process has one, the other two."""
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
-    found = {name: torch.stack(train(name, 2, 2, Path(folder) / f"files{rank}")[0]) for name in ON_PROCESSES}
+    own = Path(folder) / f"files{rank}"
+    found = {name: torch.stack(train(name, 2, 2, own)[0]) for name in ON_PROCESSES}
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
+    sharded, _ = train("MixtralForCausalLM", 2, 2, own, fsdp="full_shard", fsdp_config=layers)
+    found["MixtralForCausalLM, sharded"] = torch.stack(sharded)
     torch.save(found, Path(folder) / f"{rank}.pt")
     os._exit(0)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from run_balanced_head import NUM_SAMPLES, ON_PROCESSES, build, compute_truth, join, train
+import trl_runs
+from common import fresh_accelerator
+from run_expert_term import NUM_SAMPLES, ON_PROCESSES, build, build_words, compute_truth, join, train
 
 from samestep import PackedLoss
 from samestep.errors import UsageError
@@ -37,9 +39,33 @@ def test_every_cut_is_the_step_of_one_large_batch(name, tmp_path):
 
 @pytest.mark.distributed
 def test_processes_take_the_same_step(run_processes):
-    for found in run_processes("run_balanced_head", 2):
-        for name in ON_PROCESSES:
-            assert distance(found[name], compute_truth(name)) < 2e-6, name
+    for found in run_processes("run_expert_term", 2):
+        for case, gradients in found.items():
+            assert distance(gradients, compute_truth(case.partition(",")[0])) < 2e-6, case
+        assert len(found) == len(ON_PROCESSES) + 1
+
+
+@pytest.mark.parametrize(
+    "name", ["sft", "dpo and sft", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dpo", "orpo", "tpo"))]
+)
+def test_trainers_of_trl_with_experts(name, tmp_path):
+    """The truth is TRL's trainer with 8 and 3 samples in one micro-batch; it adds the balance to one term or to several."""
+    options = {"learning_rate": 0.0, "train_sampling_strategy": "sequential", "dtype": torch.float32}
+
+    def take_steps(b, k, is_exact=True):
+        fresh_accelerator()
+        trainer = trl_runs.make_trainer(
+            name, tmp_path, b, k, is_exact, model=build_words(tmp_path / "model"), **options
+        )
+        trainer.train()
+        return trainer
+
+    plain = take_steps(8, 1, is_exact=False)
+    assert distance(take_steps(2, 4, is_exact=False).gradients.all, plain.gradients.all) > 0.02
+    for b, k in ((4, 2), (1, 8)):
+        trainer = take_steps(b, k)
+        assert distance(trainer.gradients.all, plain.gradients.all) < 2e-6
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-3)
 
 
 def test_noise_is_the_same_in_both_forwards(tmp_path):
@@ -60,11 +86,11 @@ def test_recomputed_activations_change_nothing(tmp_path):
     assert distance(found, compute_truth(name)) < 2e-6
 
 
-def test_a_head_that_computes_another_balance_is_refused(tmp_path):
-    """Twice the weight in the model as in its config: the sums are not all of its loss."""
+def test_another_weight_than_that_of_the_config_is_refused(tmp_path):
+    """The model has its weight beside its config."""
     model = build("Qwen3MoeForCausalLM")
     model.router_aux_loss_coef = 1.0
-    with pytest.raises(UsageError, match="output_router_logits = False"):
+    with pytest.raises(UsageError, match="has 1 times the balance of experts, but router_aux_loss_coef"):
         train("Qwen3MoeForCausalLM", 2, 2, tmp_path, model=model)
 
 
