@@ -2,12 +2,12 @@
 
     make bench NAME=exact_trainers               about 15 minutes; --only NAME for some trainers
 
-Trainers of TRL and of transformers take steps with tiny models in float32, without noise; the rate is 0, so that each step's
-gradient is that of the first weights. Samples are ragged: 16, 19 (the last step has a tail) or 15 (one short). The truth is the
-step of 8 samples, on 3 processes of 6, in one micro-batch: of TRL's trainer itself, of a head its own loss. What counts is the
-largest relative error of a gradient, of all steps and numbers of samples. `rounding` is the error of the truth itself, beside
-the same in float64. `plain` is the trainer as it is, in 4 x 2 micro-batches. Resumed: saved after the first step in 4 x 2
-micro-batches on one process, gone on with on 2 processes.
+Trainers of TRL, transformers and sentence-transformers take steps with tiny models in float32, without noise; the rate is 0, so
+that each gradient is that of the first weights. Samples are ragged: 16, 19 (the last step has a tail) or 15 (one short). The
+truth is the step of 8 samples, on 3 processes of 6, in one micro-batch: of the trainer as it is, of a head its own loss. What
+counts is the largest relative error of a gradient, of all steps and numbers of samples. `rounding` is the error of the truth
+itself, beside the same in float64. `plain` is the trainer as it is, in 4 x 2 micro-batches. Resumed: saved after the first step
+in 4 x 2 micro-batches on one process, gone on with on 2 processes.
 """
 
 import json
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import harness
+import run_embedding_trainer
 import torch
 import trl_runs
 from common import fresh_accelerator
@@ -54,7 +55,8 @@ HEADS = {
     "Wav2Vec2ForCTC": Trainer,
     "ViTForImageClassification": Trainer,
 }
-NAMES = (*HEADS, *TRAINERS)
+EMBEDDING = {f"embeddings, {name}": name for name in run_embedding_trainer.CASES | run_embedding_trainer.MORE_CASES}
+NAMES = (*HEADS, *TRAINERS, *EMBEDDING)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,6 +67,9 @@ def train(name: str, num_samples: int, b: int, k: int, folder: Path, is_exact: b
     """Train an epoch, without learning, and return the gradient of each step that was taken."""
     fresh_accelerator()
     is_resumed = more.pop("is_resumed", False)
+    if name in EMBEDDING:
+        more |= {"output_dir": str(folder), "is_exact": is_exact, "is_resumed": is_resumed, "num_samples": num_samples}
+        return run_embedding_trainer.train(EMBEDDING[name], b, k, **more)[0]
     options = {"learning_rate": 0.0, "train_sampling_strategy": "sequential", **more}
     if name in HEADS:
         head, gradients, base = tiny.find_head(name), Gradients(), HEADS[name]
@@ -86,7 +91,7 @@ def train(name: str, num_samples: int, b: int, k: int, folder: Path, is_exact: b
 
 
 def compute_truth(name: str, num_samples: int, size: int, folder: Path, is_wide: bool = False) -> list[torch.Tensor]:
-    """Compute the gradients of steps of one micro-batch: of a head's own loss, or by TRL's trainer as it is."""
+    """Compute the gradients of steps of one micro-batch: of a head's own loss, or by the trainer as it is."""
     dtype = torch.float64 if is_wide else torch.float32
     if name not in HEADS:
         return train(name, num_samples, size, 1, folder, is_exact=False, dtype=dtype)
@@ -170,7 +175,7 @@ def measure(names: list[str], folder: Path) -> list[dict[str, Any]]:
 def make_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "case": name,
-        "trainer": HEADS[name].__name__ if name in HEADS else TRAINERS[name],
+        "trainer": _name_trainer(name),
         "errors": {},
         "rounding": max(
             measure_error(found[f"true 8:{name}-{data}"], found[f"wide:{name}-{data}"]) for data in NUM_SAMPLES
@@ -192,6 +197,10 @@ def make_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _name_trainer(name: str) -> str:
+    return HEADS[name].__name__ if name in HEADS else TRAINERS.get(name, "SentenceTransformerTrainer")
+
+
 def name_wants_two(name: str) -> bool:
     """Tell whether a trainer wants two samples in a micro-batch: KTO's."""
     return TRAINERS.get(name) == "KTOTrainer"
@@ -205,7 +214,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows += measure(list(arguments.only), Path(folder))
     rows.sort(key=lambda row: NAMES.index(row["case"]))
-    about = harness.about("make bench NAME=exact_trainers", ("torch", "transformers", "accelerate", "trl"), 1)
+    about = harness.about(
+        "make bench NAME=exact_trainers", ("torch", "transformers", "accelerate", "trl", "sentence-transformers"), 1
+    )
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 

@@ -3,16 +3,20 @@
     make bench NAME=own_loops
 
 Both compute the same batches: texts of one length, so that no cut saves padding. What an exact trainer measures before its
-first step is in the round that warms up. They take turns, round after round; what counts is the median of the rounds' ratios,
-in CPU seconds of one thread, which other work on the machine disturbs little.
+first step is in the epoch that warms up. Each is a process of one thread, and they take turns after each optimizer step, so
+that a machine whose speed changes is the same for both. In each round both are started anew, for the same program is now and
+then some percent slower all its life. What counts is the median of the epochs' ratios, in CPU seconds, which other work on the
+machine disturbs little.
 """
 
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ import trl
 import trl_runs
 from accelerate import Accelerator
 from datasets import Dataset
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
@@ -41,6 +46,8 @@ from transformers import (
 from samestep import ExactTrainer, exact, exact_steps, exact_windows
 
 LENGTH, VOCAB, B, K, NUM_SAMPLES = 64, 2000, 4, 4, 128
+STEPS = NUM_SAMPLES // (B * K)  # of an epoch
+WARM_UP, EPOCHS = 1, 4  # of a round
 TEXTS = list(torch.randint(1, VOCAB, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0)))
 
 
@@ -116,11 +123,15 @@ def make_arguments(config: type[TrainingArguments], **more: Any) -> Any:
     )
 
 
-def trainer(kind: type[Trainer], head: type[PreTrainedModel], collate: Callable[[list], dict]) -> Callable[[], None]:
-    """Make an epoch of a Trainer, on a head of BERT."""
+def bert(head: type[PreTrainedModel]) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
-    model = head(BertConfig(vocab_size=VOCAB, **sizes))
+    return head(BertConfig(vocab_size=VOCAB, **sizes))
+
+
+def trainer(kind: type[Trainer], build: Callable[[], Any], collate: Callable[[list], dict]) -> Callable[[], None]:
+    """Make an epoch of a Trainer."""
+    model = build()
     return kind(model, make_arguments(TrainingArguments), data_collator=collate, train_dataset=TEXTS).train
 
 
@@ -155,8 +166,8 @@ def classify(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return (batch := collate(samples)) | {"labels": batch["labels"][:, 0] % 2}
 
 
-def compare_trainers(head: type[PreTrainedModel], collate: Callable[[list], dict]) -> tuple:
-    return tuple(trainer(kind, head, collate) for kind in (Trainer, ExactTrainer))
+def compare_trainers(build: Callable[[], Any], collate: Callable[[list], dict]) -> tuple:
+    return tuple(trainer(kind, build, collate) for kind in (Trainer, ExactTrainer))
 
 
 CASES = {
@@ -165,28 +176,73 @@ CASES = {
         accelerate_loop("exact_windows"),
     ),
     "exact_steps beside Accelerate's loop, GPT-2": lambda: (accelerate_loop("before"), accelerate_loop("exact_steps")),
-    "ExactTrainer beside Trainer, BERT's two terms": lambda: compare_trainers(BertForPreTraining, pair),
-    "ExactTrainer beside Trainer, BERT, classes": lambda: compare_trainers(BertForSequenceClassification, classify),
-    "ExactTrainer beside Trainer, BERT, answers": lambda: compare_trainers(BertForQuestionAnswering, answer),
+    "ExactTrainer beside Trainer, BERT's two terms": lambda: compare_trainers(partial(bert, BertForPreTraining), pair),
+    "ExactTrainer beside Trainer, BERT, classes": lambda: compare_trainers(
+        partial(bert, BertForSequenceClassification), classify
+    ),
+    "ExactTrainer beside Trainer, BERT, answers": lambda: compare_trainers(
+        partial(bert, BertForQuestionAnswering), answer
+    ),
+    "ExactTrainer beside Trainer, GPT-2": lambda: compare_trainers(gpt2, collate),
     "exact(SFTTrainer) beside SFTTrainer, GPT-2": lambda: (tune_on_texts(as_it_is), tune_on_texts(exact)),
     "exact(DPOTrainer) beside DPOTrainer, GPT-2": lambda: (tune_on_pairs(as_it_is), tune_on_pairs(exact)),
 }
 
 
-def cpu_seconds(epoch: Callable[[], None]) -> float:
-    started = time.process_time()
-    epoch()
-    return time.process_time() - started
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def take_part(name: str, place: int, baton: Connection) -> None:
+    """Train without an end, as the loop of a case at a place; run while this process has the baton, for a step.
+
+    Each step sends its CPU seconds. What an epoch does before its first step is in that step's.
+    """
+    torch.set_num_threads(1)
+    epoch, started = CASES[name]()[place], [0.0]
+
+    def hand_over(*_: Any) -> None:
+        baton.send(time.process_time() - started[0])
+        baton.recv()
+        started[0] = time.process_time()
+
+    register_optimizer_step_post_hook(hand_over)
+    baton.recv()
+    while True:
+        epoch()
+
+
+def measure(name: str) -> dict[str, list[float]]:
+    """Measure the CPU seconds of the epochs of both loops of a case, which take turns after each step."""
+    context, seconds = multiprocessing.get_context("spawn"), {"before": [], "after": []}
+    ends = {side: context.Pipe() for side in seconds}
+    programs = [
+        context.Process(target=take_part, args=(name, place, theirs), daemon=True)
+        for place, (_, theirs) in enumerate(ends.values())
+    ]
+    for program in programs:
+        program.start()
+    for _, theirs in ends.values():
+        theirs.close()  # so that a program that has failed ends its pipe
+    for _ in range((WARM_UP + EPOCHS) * STEPS):
+        for side, (ours, _) in ends.items():
+            ours.send("step")
+            seconds[side].append(ours.recv())
+    for program in programs:
+        program.kill()
+    first = WARM_UP * STEPS
+    return {
+        side: [sum(steps[place : place + STEPS]) for place in range(first, len(steps), STEPS)]
+        for side, steps in seconds.items()
+    }
 
 
 def main() -> None:
-    arguments = harness.flags("own_loops", __doc__, rounds=9, only=CASES).parse_args()
-    torch.set_num_threads(1)
+    arguments = harness.flags("own_loops", __doc__, rounds=4, only=CASES).parse_args()
     rows = harness.read_other_rows(arguments.output, "rows", "loop", arguments.only)
     for name in arguments.only:
-        plain, exact = CASES[name]()
-        calls = {"before": partial(cpu_seconds, plain), "after": partial(cpu_seconds, exact)}
-        times = harness.in_turns(calls, arguments.rounds, warm_up=1)
+        rounds = [measure(name) for _ in range(arguments.rounds)]
+        times = {side: [second for times in rounds for second in times[side]] for side in rounds[0]}
         ratios = [slow / fast for slow, fast in zip(times["before"], times["after"], strict=True)]
         rows.append({"loop": name, "seconds": times, "ratios": ratios})
     rows.sort(key=lambda row: list(CASES).index(row["loop"]))
@@ -197,14 +253,14 @@ def main() -> None:
 
 def markdown(results: dict) -> str:
     rows = [[row["loop"], harness.spread(row["ratios"], ".3f")] for row in results["rows"]]
-    num_rounds = len(results["rows"][0]["ratios"])
+    num_epochs = len(results["rows"][0]["ratios"])
     return harness.page(
         "Loops of one's own: what the exact step costs",
         "own_loops.py",
         results["about"],
         f"{harness.table('loop | speed, of the loop before', rows)}\n"
-        f"CPU seconds before / after of the same batches, 1 thread: median (smallest to largest) of {num_rounds} rounds, in "
-        "turns.\n",
+        f"CPU seconds before / after of the same batches, 1 thread: median (smallest to largest) of {num_epochs} epochs of "
+        f"{STEPS} steps, {EPOCHS} after each start, which took turns step by step.\n",
     )
 
 

@@ -159,10 +159,15 @@ def stamped(base: type, clock: Clock) -> type:
             return loss
 
         def count_batches(self, collate: Callable[[list], dict]) -> None:
-            """Let the clock know how many supervised tokens each micro-batch has."""
+            """Let the clock know how many supervised tokens each micro-batch has.
+
+            An exact trainer collates fewer samples, too, about which it asks the loss before the first step.
+            """
 
             def counted(rows: list) -> dict[str, torch.Tensor]:
                 batch = collate(rows)
+                if len(rows) < self.args.per_device_train_batch_size:
+                    return batch
                 mask = batch["completion_mask"] if "completion_mask" in batch else batch["labels"][:, 1:] != IGNORED
                 clock.collated(int(mask.sum()))
                 return batch

@@ -26,7 +26,7 @@ from samestep import exact
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue one two three four big small cat dog bird runs sleeps".split()
 NUM_SAMPLES = 11
-SCORES, CLASSES = [number % 5 / 4 for number in range(NUM_SAMPLES)], [number % 3 for number in range(NUM_SAMPLES)]
+LABELS = {"score": lambda number: number % 5 / 4, "class": lambda number: number % 3, "same": lambda number: number % 2}
 
 
 def make_model(dropout: float = 0.0, seed: int = 0) -> SentenceTransformer:
@@ -46,37 +46,78 @@ def make_model(dropout: float = 0.0, seed: int = 0) -> SentenceTransformer:
         return SentenceTransformer(modules=[Transformer(folder), Pooling(16)], device="cpu")
 
 
-def write_texts(seed: int) -> list[str]:
+def write_texts(seed: int, num_samples: int = NUM_SAMPLES) -> list[str]:
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (NUM_SAMPLES,), generator=generator).tolist()
+    lengths = torch.randint(1, 9, (num_samples,), generator=generator).tolist()
     return [
         " ".join(WORDS[5 + int(word)] for word in torch.randint(0, len(WORDS) - 5, (length,), generator=generator))
         for length in lengths
     ]
 
 
+def _guide(model: SentenceTransformer) -> SentenceTransformer:
+    return make_model(seed=1).to(model.dtype)
+
+
 CASES = {
     "negatives": (losses.MultipleNegativesRankingLoss, 3, None),
     "cached": (lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), 2, None),
-    "guided": (lambda model: losses.GISTEmbedLoss(model, make_model(seed=1), temperature=0.1), 2, None),
+    "guided": (lambda model: losses.GISTEmbedLoss(model, _guide(model), temperature=0.1), 2, None),
     "matryoshka": (
         lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
         2,
         None,
     ),
-    "cosent": (losses.CoSENTLoss, 2, SCORES),
-    "hard": (losses.BatchHardTripletLoss, 1, CLASSES),
-    "cosine": (losses.CosineSimilarityLoss, 2, SCORES),
+    "cosent": (losses.CoSENTLoss, 2, "score"),
+    "hard": (losses.BatchHardTripletLoss, 1, "class"),
+    "cosine": (losses.CosineSimilarityLoss, 2, "score"),
 }
 """Name -> loss, texts of a sample, labels."""
 
+MORE_CASES = {
+    "symmetric": (losses.MultipleNegativesSymmetricRankingLoss, 2, None),
+    "cached guided": (
+        lambda model: losses.CachedGISTEmbedLoss(model, _guide(model), temperature=0.1, mini_batch_size=2),
+        2,
+        None,
+    ),
+    "cached symmetric": (
+        lambda model: losses.CachedMultipleNegativesSymmetricRankingLoss(model, mini_batch_size=2),
+        2,
+        None,
+    ),
+    "angle": (losses.AnglELoss, 2, "score"),
+    "triplet": (losses.TripletLoss, 3, None),
+    "contrastive": (losses.ContrastiveLoss, 2, "same"),
+    "online contrastive": (losses.OnlineContrastiveLoss, 2, "same"),
+    "margins": (losses.MarginMSELoss, 3, "score"),
+    "all triplets": (losses.BatchAllTripletLoss, 1, "class"),
+    "half hard": (losses.BatchSemiHardTripletLoss, 1, "class"),
+    "soft margin": (losses.BatchHardSoftMarginTripletLoss, 1, "class"),
+    "classes": (lambda model: losses.SoftmaxLoss(model, 16, 3), 2, "class"),
+    "mega batch": (lambda model: losses.MegaBatchMarginLoss(model, mini_batch_size=3), 2, None),
+    "orthogonal": (losses.GlobalOrthogonalRegularizationLoss, 2, None),
+}
+"""Cases of `make bench NAME=exact_trainers` alone."""
 
-def train(name: str, b: int, k: int, is_exact: bool = True, dropout: float = 0.0, **options) -> tuple[list, object]:
-    """Take two steps without learning; return their gradients, and the trainer."""
+
+def train(
+    name: str,
+    b: int,
+    k: int,
+    is_exact: bool = True,
+    dropout: float = 0.0,
+    num_samples: int = NUM_SAMPLES,
+    dtype: torch.dtype = torch.float32,
+    is_resumed: bool = False,
+    **options,
+) -> tuple[list, object]:
+    """Take an epoch's steps without learning; return their gradients, and the trainer."""
     fresh_accelerator()
-    make_loss, num_texts, labels = CASES[name]
-    model, gradients = make_model(dropout), Gradients()
-    data = {f"text{number}": write_texts(number) for number in range(num_texts)} | ({"label": labels} if labels else {})
+    make_loss, num_texts, labels = (CASES | MORE_CASES)[name]
+    model, gradients = make_model(dropout).to(dtype), Gradients()
+    data = {f"text{number}": write_texts(number, num_samples) for number in range(num_texts)}
+    data |= {"label": [LABELS[labels](number) for number in range(num_samples)]} if labels else {}
     data = options.pop("train_dataset", Dataset.from_dict(data))
     quiet = io.StringIO()
     with (
@@ -87,7 +128,7 @@ def train(name: str, b: int, k: int, is_exact: bool = True, dropout: float = 0.0
     ):
         warnings.simplefilter("ignore")
         arguments = SentenceTransformerTrainingArguments(
-            output_dir=folder,
+            output_dir=options.pop("output_dir", folder),
             num_train_epochs=1,
             learning_rate=0.0,
             max_grad_norm=0.0,
@@ -95,7 +136,7 @@ def train(name: str, b: int, k: int, is_exact: bool = True, dropout: float = 0.0
             use_cpu=True,
             bf16=False,
             report_to="none",
-            save_strategy="no",
+            save_strategy=options.pop("save_strategy", "no"),
             logging_strategy="steps",
             logging_steps=1,
             disable_tqdm=True,
@@ -105,7 +146,7 @@ def train(name: str, b: int, k: int, is_exact: bool = True, dropout: float = 0.0
         )
         kind = exact(SentenceTransformerTrainer) if is_exact else SentenceTransformerTrainer
         trainer = kind(model=model, args=arguments, train_dataset=data, loss=make_loss(model), callbacks=[gradients])
-        trainer.train()
+        trainer.train(resume_from_checkpoint=is_resumed or None)
     return gradients.all, trainer
 
 
