@@ -279,12 +279,8 @@ LOOPS = {
         _OTHERS, TORCH, ("loops/divided_by_k.py", "--model", "gpt2"), (CUT,)
     ),
 }
-ERRS = "the audit errs here"
 # What the code of a loop, or the plain computation, shows beside the table.
 NOTES = {
-    "TRL GKDTrainer, given answers": f"{ERRS}; by the plain computation 4 x 4 is exact, and the error on two processes is 0.5",
-    "TRL GRPOTrainer, BNPO": "plainly 0.1 / 0.064 in 4 x 4: a mean over the tokens of each micro-batch; the samples of a "
-    "generation are drawn once per micro-batch, and used once, which the audit takes for `duplicated`",
     "sentence-transformers, cached negatives": "the other samples of the micro-batch are the negatives, fewer in a smaller one",
     "sentence-transformers, batch-hard triplets": "plainly, too, the processes step by different gradients: none is averaged",
     "sentence-transformers, cross-encoder": "two processes fail without the audit, too",

@@ -6,9 +6,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from common import fresh_accelerator
-from run_own_trainer import HEADS, NUM_SAMPLES, SIZES, Gradients, bert, collate, draw, evaluations, gpt2, make_arguments
+from run_own_trainer import HEADS, NUM_SAMPLES, Gradients, bert, collate, draw, evaluations, gpt2, make_arguments
 from torch.utils.data import IterableDataset
 from transformers import GPT2LMHeadModel, TrainingArguments
 
@@ -119,11 +118,6 @@ def test_what_is_refused(train):
     refused("train_dataset is a Stream", "exact_windows", train_dataset=Stream())
     refused("compute_loss_func", "loss=...", compute_loss_func=lambda *_: None)
     refused("label_smoothing_factor is 0.1", loss=mean, label_smoothing_factor=0.1)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True}
-    balanced = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**SIZES, **experts, head_dim=8, num_key_value_heads=2)
-    )
-    refused("balances experts", "output_router_logits = False", model=balanced, kind="text")
     refused("must have labels and next_sentence_label", model=bert("BertForPreTraining"), data_collator=drop_pair_label)
     refused("loss returned Tensor", "(sums, number of targets)", loss=lambda m, b: m(**b).loss, targets=len)
 

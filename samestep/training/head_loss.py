@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,17 @@ REMEDY = (
     "give ExactTrainer(loss=..., targets=...): loss(model, batch) -> (sums, number of targets), targets(batch) -> number of "
     "targets"
 )
+BALANCES = (
+    "the loss of {} has a term that balances experts, computed from the tokens of a micro-batch (output_router_logits): set "
+    "config.output_router_logits = False"
+)
+
+
+def find_balance_weight(config: Any) -> float:
+    """Find the weight of the term that balances experts in a model's own loss; 0: there is none."""
+    text = config.get_text_config()
+    weight = getattr(text, "router_aux_loss_coef", getattr(text, "aux_loss_coef", None))
+    return float(weight or 0.0) if getattr(text, "output_router_logits", False) else 0.0
 
 
 class HeadLoss:
@@ -76,13 +88,8 @@ class HeadLoss:
             pair = outputs[PAIR_LOGITS[self.pair_label]]
             sums.append(self._cross_entropy(pair, batch[self.pair_label]))
         sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
-        if outputs.get("aux_loss") is not None and getattr(
-            self.config.get_text_config(), "router_aux_loss_coef", False
-        ):
-            raise UsageError(
-                f"the loss of {self.name} has a term that balances experts, computed from the tokens of a micro-batch "
-                "(output_router_logits): set config.output_router_logits = False"
-            )
+        if outputs.get("aux_loss") is not None and find_balance_weight(self.config):
+            raise UsageError(BALANCES.format(self.name))
         return sums, counts
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from samestep.errors import UsageError
 from samestep.models import packing, sequences
 from samestep.models.sequences import Sequences
 from samestep.step.losses import IGNORED, cross_entropy_sum
-from samestep.training.head_loss import HeadLoss
+from samestep.training.head_loss import BALANCES, HeadLoss, find_balance_weight
 
 INPUTS = ("input_ids", "attention_mask", "labels")
 
@@ -53,6 +53,8 @@ class PackedLoss:
         self._padded, name = HeadLoss(causal_lm), type(causal_lm).__name__
         if not self._padded.is_shifted:
             raise UsageError(f"PackedLoss is of causal language models, but {name} is none")
+        if find_balance_weight(causal_lm.config):
+            raise UsageError(BALANCES.format(name))
         if not can_set_attention(causal_lm) or not supports_sdpa(causal_lm):
             raise UsageError(f"{name} computes attention by itself, and not by torch's kernel (sdpa): leave it padded")
         own_kernel = attention_kernel(causal_lm.config)

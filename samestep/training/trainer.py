@@ -21,7 +21,7 @@ from samestep.step.accumulate import total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared, ways
-from samestep.training.head_loss import REMEDY, HeadLoss
+from samestep.training.head_loss import REMEDY, HeadLoss, find_balance_weight
 from samestep.training.launch import is_sharded
 from samestep.training.measured_loss import (
     NUM_ASKED,
@@ -111,7 +111,8 @@ class ExactStep(Trainer):
         if problems:
             raise UsageError(problems)
         self._divisor: Divisor | Terms | None = None
-        self._measures, self._is_compared, self._rows_per_sample = False, False, 1
+        self._measures = self._is_compared = False
+        self._whole_term = ways.make_whole_term(self.model, 0.0 if loss else _find_weight_of_balance(self.model))
         if loss is None:
             loss, targets = self._find_loss()
         self._loss, self._targets, self._weights = loss, targets, loss_weights
@@ -130,10 +131,10 @@ class ExactStep(Trainer):
 
     def _find_loss(self) -> tuple[Loss, Callable[[Any], torch.Tensor]]:
         """Find the loss as sums: of a head that is known, in a trainer that leaves the loss to it, or measured."""
-        if self._find_parent("compute_loss") is Trainer:
-            model = self.accelerator.unwrap_model(self.model)
-            if (head := HeadLoss.find(model, self.args.label_smoothing_factor)) is not None:
-                return head, head.targets
+        model = self.accelerator.unwrap_model(self.model)
+        is_known = self._find_parent("compute_loss") is Trainer and not self._whole_term.is_there
+        if is_known and (head := HeadLoss.find(model, self.args.label_smoothing_factor)) is not None:
+            return head, head.targets
         self._measures = True
         return self._sum_own_loss, self._count_by_divisor
 
@@ -148,7 +149,7 @@ class ExactStep(Trainer):
     def _ask_own_loss(self, model: nn.Module, batch: Any, **how: Any) -> Any:
         """Ask the trainer's own loss, which may change the batch it is given, and gather what it logs."""
         with _uneven_gathers(self.accelerator):
-            return super().compute_loss(model, type(batch)(batch), **how)
+            return self._whole_term.ask(super().compute_loss, model, type(batch)(batch), **how)
 
     def _count_by_divisor(self, batch: Any) -> torch.Tensor:
         assert self._divisor is not None, "measured before the first batch is read"
@@ -169,7 +170,7 @@ class ExactStep(Trainer):
             self._is_compared = True
             if found is not None:
                 self._measures, self._loss, self._targets = True, self._sum_own_loss, self._count_by_divisor
-                self._divisor, self._rows_per_sample = found, _count_rows(loader.collate_fn([loader.dataset[0]]))
+                self._divisor = found
 
     def _find_divisor(self, loader: Any, is_short: bool) -> Divisor | Terms | None:
         """Find what the trainer's own loss divides by; None for one that is given, or computed as sums, which are checked."""
@@ -225,6 +226,7 @@ class ExactStep(Trainer):
         if self._placeholder is not None:
             batches += [self._placeholder] * (num_batches - len(batches))
         self._num_windows += 1
+        self._whole_term.look(self, batches)
         return batches, self._find_total(total_counts(self.accelerator, convert_counts(local_counts, self._dtype)))
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -249,13 +251,8 @@ class ExactStep(Trainer):
         """Evaluate as Trainer does, whose loss is a mean of the batches' means; here it is the mean over all targets."""
         prepared.check(self.accelerator, dataloader)
         self._measure(dataloader)
-        num_together = self.args.per_device_eval_batch_size * self.accelerator.num_processes
-        if self.accelerator.num_processes > 1 and self._rows_per_sample != 1 and len(dataloader.dataset) % num_together:
-            raise UsageError(
-                f"the evaluation has {len(dataloader.dataset)} samples, each of {self._rows_per_sample} rows, and accelerate "
-                f"repeats some to fill {num_together}, which cannot be taken out: evaluate a multiple of {num_together}, or on "
-                "one process"
-            )
+        if self.accelerator.num_processes > 1 and self._divisor is not None:
+            _check_repeated(dataloader, self.args.per_device_eval_batch_size * self.accelerator.num_processes)
         self._evaluated = None
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         name = f"{metric_key_prefix}_loss"
@@ -296,7 +293,7 @@ class ExactStep(Trainer):
             self._note_evaluation(model, inputs, sums.view(-1), counts)
         sums = sums.view(-1) * 0 if isinstance(inputs, Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
-        loss = weighted_loss(sums, counts, weights) * scale
+        loss = (weighted_loss(sums, counts, weights) + self._whole_term.part()) * scale
         self._watch.computed(loss)
         return (loss, outputs) if return_outputs else loss
 
@@ -314,7 +311,8 @@ class ExactStep(Trainer):
                 return loss
 
             counts = self._divisor.count(batch)
-            return self._divisor.take_sums(ask, counts), counts, outputs[-1]
+            sums = self._divisor.take_sums(ask, counts)
+            return sums if model.training else self._whole_term.show(sums, counts), counts, outputs[-1]
         hook = model.register_forward_hook(lambda _, __, output: outputs.append(output)) if wants_outputs else None
         try:
             sums, counts = check_contract(self._loss(model, batch))
@@ -326,14 +324,9 @@ class ExactStep(Trainer):
     @torch.no_grad()
     def _note_evaluation(self, model: nn.Module, batch: Any, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add up the sums and the counts of an evaluation, without the samples that accelerate repeats at its end."""
-        state = self.accelerator.gradient_state
-        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
-            # Of the last batch of all processes only the first `remainder` samples are new
-            size = _count_rows(batch)
-            num_samples = min(size, max(0, state.remainder - self.accelerator.process_index * size))
-            if num_samples < size or is_sharded(self.accelerator):
-                part = {name: _take_rows(name, value, size, max(1, num_samples)) for name, value in batch.items()}
-                sums, counts = (x.view(-1) * (num_samples > 0) for x in check_contract(self._loss(model, part)))
+        part, is_empty = _leave_out_repeated(self.accelerator, batch)
+        if part is not batch:
+            sums, counts = (x.view(-1) * (not is_empty) for x in check_contract(self._loss(model, part)))
         wide = torch.float32 if sums.device.type == "mps" else torch.float64
         totals = torch.stack([sums.detach().to(wide), counts.to(sums.device).to(wide)])
         self._evaluated = totals if self._evaluated is None else self._evaluated + totals
@@ -397,6 +390,11 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
     return type(f"Exact{trainer.__name__}", (step, trainer), {"__module__": __name__, "__doc__": step.__doc__})
 
 
+def _find_weight_of_balance(model: nn.Module) -> float:
+    config = getattr(model, "config", None)
+    return find_balance_weight(config) if hasattr(config, "get_text_config") else 0.0
+
+
 def _is_quantized(model: nn.Module) -> bool:
     """Tell whether weights are integers, with which modules compute in a type of their own."""
     return any(not (p.is_floating_point() or p.is_complex()) for p in model.parameters())
@@ -452,6 +450,29 @@ def _uneven_gathers(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         del accelerator.gather
+
+
+def _check_repeated(loader: Any, num_together: int) -> None:
+    """Refuse an evaluation in which accelerate repeats samples of several rows: which are new is not known."""
+    num_samples = len(loader.dataset)
+    if num_samples % num_together and (num_rows := _count_rows(loader.collate_fn([loader.dataset[0]]))) != 1:
+        raise UsageError(
+            f"the evaluation has {num_samples} samples, each of {num_rows} rows, and accelerate repeats some to fill "
+            f"{num_together}, which cannot be taken out: evaluate a multiple of {num_together}, or on one process"
+        )
+
+
+def _leave_out_repeated(accelerator: Accelerator, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Leave out the samples of an evaluation's last batch that accelerate repeats; if it has no others, one stays."""
+    state = accelerator.gradient_state
+    if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        return batch, False
+    # Of the last batch of all processes only the first `remainder` samples are new
+    size = _count_rows(batch)
+    num_samples = min(size, max(0, state.remainder - accelerator.process_index * size))
+    if num_samples == size and not is_sharded(accelerator):
+        return batch, False
+    return {name: _take_rows(name, value, size, max(1, num_samples)) for name, value in batch.items()}, num_samples == 0
 
 
 def _count_rows(batch: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from samestep.training.copies import Copies, Peers, Store
 from samestep.training.output_folder import OutputFolder
 from samestep.training.parts import Part
 from samestep.training.reduction import Reduction
+from samestep.training.whole_term import WholeTerm
 
 if TYPE_CHECKING:
     from samestep.training.run import Run
@@ -53,6 +54,7 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
 
 
+EXPERTS = "samestep.contrib.whole_batch.expert_term:ExpertTerm"
 TRAINERS = {"sentence_transformers": "samestep.contrib.whole_batch.embedding_trainer:EmbeddingStep"}
 """Package of trainers -> MODULE:CLASS of what `exact` adds to them."""
 
@@ -148,6 +150,14 @@ def choose_trainer_step(packages: Collection[str]) -> Any:
     """Find the class of the exact step of a trainer that comes from some packages; None: the usual one."""
     place = next((place for package, place in TRAINERS.items() if package in packages and is_there(place)), None)
     return None if place is None else _load(place)
+
+
+def make_whole_term(model: Any, weight: float) -> WholeTerm:
+    """Make the term of a trainer's loss that depends on the whole step: of a model that balances experts by a weight."""
+    if not weight or not is_there(EXPERTS):
+        return WholeTerm()
+    term: WholeTerm = _load(EXPERTS)(model, weight)
+    return term
 
 
 def make_small_model(recipe: Any, folder: Path) -> None:

@@ -120,7 +120,7 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
     """Make a trainer that keeps its gradients: trainer.gradients.all."""
     trainer_class, config_class, kind, options = make_cases()[name]
     options = OPTIONS | options | more
-    dtype = options.pop("dtype", torch.float64)
+    dtype, model = options.pop("dtype", torch.float64), options.pop("model", None)
     given = {key: options.pop(key) for key in ("peft_config",) if key in options}
     arguments = config_class(
         output_dir=str(folder / "run"), per_device_train_batch_size=b, gradient_accumulation_steps=k, **options
@@ -129,7 +129,7 @@ def make_trainer(name: str, folder: Path, b: int, k: int, is_exact: bool = True,
     if trainer_class.__name__ == "GKDTrainer":
         given["teacher_model"] = make_model(folder / f"teacher-{dtype}", dtype=dtype, seed=1)
         arguments.remove_unused_columns = False
-    model = make_model(folder / f"model-{dtype}", name == "reward", dtype)
+    model = model or make_model(folder / f"model-{dtype}", name == "reward", dtype)
     torch.manual_seed(0)  # adapters are drawn when a trainer is made, and not all of TRL's seed that
     trainer = (exact(trainer_class) if is_exact else trainer_class)(
         model=model,
