@@ -61,9 +61,10 @@ def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
 
     targets = list(recipe.lora_targets)
     _check_names(model, recipe)
+    without_head = peft.TaskType.CAUSAL_LM if model.can_generate() else peft.TaskType.FEATURE_EXTRACTION
     config = peft.LoraConfig(
         # The head of a reward model is trained whole
-        task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else peft.TaskType.CAUSAL_LM,
+        task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else without_head,
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha or recipe.lora_rank,
         lora_dropout=recipe.lora_dropout or 0.0,

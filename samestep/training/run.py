@@ -190,6 +190,13 @@ class Run:
         """
         return ways.make_statistics(self)
 
+    def whole_batch(self) -> Any:
+        """Make the object that computes the loss of all samples of a step, though its micro-batches are computed one at a time.
+
+        Of recipes whose loss compares samples: `samestep.contrib.whole_batch.run_loss`.
+        """
+        return ways.make_whole_batch(self)
+
     def steps(self, train: Any) -> Iterator[RunStep]:
         """Iterate over the optimizer steps from the checkpoint's on, one for each, and again for each that failed.
 

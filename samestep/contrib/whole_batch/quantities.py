@@ -98,11 +98,7 @@ class WholeBatch:
     def look_at(self, model: nn.Module, micro_batches: Iterable[tuple[Any, bool]]) -> torch.Tensor:
         """Compute z and its loss as `look`, of micro-batches, each with whether it counts nothing, by a model without DDP."""
         self._is_checked, self._num_looks = self._num_looks > 0, self._num_looks + 1
-        found, noises = [], []
-        with torch.no_grad():
-            for batch, is_empty in micro_batches:
-                noises.append([torch.get_rng_state(), *_get_device_noise()])
-                found.append((_to_tuple(self._compute(model, batch)), is_empty))
+        found, noises = self._compute_all(model, micro_batches)
         join = _add_up if self._is_sum else _join_rows
         whole, places, shares = join(found)
         value, gradients, self._slopes = self._differentiate(whole)
@@ -117,6 +113,17 @@ class WholeBatch:
         ]
         self._value = value
         return value
+
+    @torch.no_grad()
+    def _compute_all(
+        self, model: nn.Module, micro_batches: Iterable[tuple[Any, bool]]
+    ) -> tuple[list[tuple[Quantities, bool]], list[list[torch.Tensor]]]:
+        """Compute the quantities of this process's micro-batches, each with whether it counts nothing, and note their noise."""
+        found, noises = [], []
+        for batch, is_empty in micro_batches:
+            noises.append([torch.get_rng_state(), *_get_device_noise()])
+            found.append((_to_tuple(self._compute(model, batch)), is_empty))
+        return found, noises
 
     def _differentiate(
         self, whole: Sequence[torch.Tensor]
