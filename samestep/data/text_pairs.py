@@ -96,7 +96,7 @@ class Columns:
             )
         if problems:
             raise UsageError(problems[:1] if None in fields.values() else problems)
-        return (query, positive, *(negatives if self.has_negatives else ()))  # type: ignore[return-value]
+        return (query, positive, *(negatives if self.has_negatives else ()))
 
 
 def load_rows(
@@ -119,7 +119,8 @@ def load_rows(
     options: dict[str, Any] = {"columns": columns}
     if train_file:
         files, keys = documents.find_files(train_file, documents.ROW_READERS)
-        key, workers = (keys, options, hash_modules(__name__)), min(num_proc or 1, len(files))
+        key: Any = keys, options, hash_modules(__name__)
+        workers = min(num_proc or 1, len(files))
         rows = documents.cache_rows(_read, FEATURES, key=key, num_proc=workers, files=files, **options)
     else:
         dataset = documents.load_hub(str(dataset_name), dataset_config_name, split, num_proc)
@@ -330,7 +331,7 @@ def split_by_source(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """
     sources = np.array(rows["source"])
     names, counts = np.unique(sources, return_counts=True)
-    order = sorted(range(len(names)), key=lambda place: hashlib.sha256(names[place].encode()).hexdigest())
+    order = sorted(range(len(names)), key=lambda place: hashlib.sha256(str(names[place]).encode()).hexdigest())
     num_before = np.cumsum(counts[order]) - counts[order]
     held_out = names[order][num_before < fraction * len(rows)]
     is_held_out = np.isin(sources, held_out)

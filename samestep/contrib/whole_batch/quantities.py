@@ -22,6 +22,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.training.own_loop import LoopStep
+from samestep.training.run_step import RunStep
 
 Quantities = tuple[torch.Tensor, ...]
 SAME = 1e-3
@@ -85,12 +86,12 @@ class WholeBatch:
     ):
         self._model, self._compute, self._loss = model, compute, loss
         self._is_sum, self._parameters = is_sum, list(parameters)
-        self._step: LoopStep | None = None
+        self._step: LoopStep | RunStep | None = None
         self._is_checked, self._num_looks = False, 0
         self._value, self._slopes = torch.zeros(()), list[torch.Tensor]()
         self._parts = list[Part]()
 
-    def look(self, step: LoopStep) -> torch.Tensor:
+    def look(self, step: LoopStep | RunStep) -> torch.Tensor:
         """Compute z of a step and its loss, which is returned, a scalar without graph. All processes call it."""
         self._step = step
         return self.look_at(step.accelerator.unwrap_model(self._model), step.look_ahead())
@@ -160,7 +161,7 @@ class WholeBatch:
                 torch.cuda.set_rng_state(state)
             yield
 
-    def loss(self, step: LoopStep, quantities: torch.Tensor | Quantities) -> torch.Tensor:
+    def loss(self, step: LoopStep | RunStep, quantities: torch.Tensor | Quantities) -> torch.Tensor:
         """Compute a micro-batch's part of the loss, for `accelerator.backward`; it is multiplied by k and N, as `step.loss`.
 
         Args:

@@ -1,7 +1,7 @@
 """The contrastive loss of a run's steps, of the embeddings of all samples, and the evaluation of embeddings."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +9,12 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from samestep.contrib.whole_batch import contrastive
-from samestep.contrib.whole_batch.quantities import Quantities, WholeBatch
+from samestep.contrib.whole_batch.quantities import WholeBatch
 from samestep.data.text_pairs import MISSING
 from samestep.recipe.tasks.embedding_training import EmbeddingTraining
 from samestep.training import evaluation, retrieval
 from samestep.training.capacity import is_out_of_memory
+from samestep.training.own_loop import LoopStep
 from samestep.training.run import Run
 from samestep.training.run_step import RunStep
 
@@ -93,14 +94,17 @@ class RunLoss(WholeBatch):
     Memory that runs out in `look` repeats the step in smaller micro-batches, as in a backward.
     """
 
+    _run_step: RunStep
+
     def __init__(self, run: Run):
         body = run.bare_model.body
         scale, bias = getattr(body, "similarity_scale", None), getattr(body, "similarity_bias", None)
-        self._run, self._run_step, self.compare = run, None, ContrastiveLoss(run.recipe, scale, bias)
+        self._run, self.compare = run, ContrastiveLoss(run.recipe, scale, bias)
         parameters = [parameter for parameter in (scale, bias) if parameter is not None]
         super().__init__(run.network.model, lambda model, batch: model(**batch)[1], self.compare, parameters=parameters)
 
-    def look(self, step: RunStep) -> torch.Tensor:
+    def look(self, step: LoopStep | RunStep) -> torch.Tensor:
+        assert isinstance(step, RunStep)
         self._run_step = step
         return super().look(step)
 
@@ -115,7 +119,7 @@ class RunLoss(WholeBatch):
         self._run_step.confirm_look(failure)
         return found
 
-    def _differentiate(self, whole: Quantities) -> Any:
+    def _differentiate(self, whole: Sequence[torch.Tensor]) -> Any:
         # The exchange was not one of gradients
         self._run_step.attempt.first_collective = self._run.recovery.count_collectives()
         return super()._differentiate(whole)
