@@ -183,12 +183,14 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
     runs = {f"train_embeddings/{name}": flags(name, folders, pairs, 3) for name in CASES}
     idle = flags("both_ways", folders, pairs, 1, batch=2, steps=2)
     noisy = flags("both_ways", folders, pairs, 3, batch=5, steps=3).replace("--dropout 0", "--dropout 0.2")
+    tail = flags("both_ways", folders, pairs, 3, batch=6, steps=3) + " --epoch_end keep"
     parted = flags("both_ways", folders, pairs, 3, batch=5, steps=4)
     exact = flags("both_ways", folders, pairs, 3, batch=5, steps=3, dtype="float32").replace(
         "--per_device_train_batch_size 3", "--reproducible 3"
     )
     alone = {
         "idle": train("idle", idle, program="train_embeddings"),
+        "tail": train("tail", tail, program="train_embeddings"),
         "noisy": train("noisy", noisy, program="train_embeddings"),
         "parted": train("whole", parted, program="train_embeddings"),
         "exact": train("exact", exact, program="train_embeddings"),
@@ -196,6 +198,7 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
     train("train_embeddings/parted", f"{parted} --stop_after_step 2", program="train_embeddings")
     runs |= {
         "train_embeddings/idle": idle,
+        "train_embeddings/tail": tail,
         "train_embeddings/noisy": f"{noisy} --gradient_checkpointing",
         "train_embeddings/parted": f"{parted} --resume_from_checkpoint latest",
         "train_embeddings/exact": exact,

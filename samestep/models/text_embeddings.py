@@ -30,6 +30,8 @@ HEADS = (
     *("discriminator_predictions.", "generator_predictions.", "generator_lm_head."),
 )
 """Prefixes of the names of weights that files may have beside those of a body, or may lack."""
+LEARNED = ("similarity_scale", "similarity_bias")
+"""Parameters of the loss, which are held by the body: logarithm of 1 / temperature, and the bias of siglip."""
 BY_SAMPLE = "padded_by_sample"
 """Name of the attention whose dropout is drawn by sample."""
 
@@ -93,9 +95,7 @@ class EmbeddingSums(SummedLosses):
     Args:
         model: of transformers, without heads, or peft's model of it.
         pooling: mean, cls or last_token.
-
-    Attributes:
-        scale, bias: logarithm of 1 / temperature, and the bias of siglip; None: they are not learned.
+        scale, bias: first values of `LEARNED`; None: they are not learned.
     """
 
     def __init__(self, model: nn.Module, pooling: str, scale: float | None = None, bias: float | None = None):
@@ -105,7 +105,7 @@ class EmbeddingSums(SummedLosses):
         layers = {type(module).__name__ for module in body.modules()}
         self._no_split_modules = tuple(sorted(layers & set(body._no_split_modules or ())))
         # Of the body, so that all names in a checkpoint begin alike, and what is published loads
-        for name, value in (("similarity_scale", scale), ("similarity_bias", bias)):
+        for name, value in zip(LEARNED, (scale, bias), strict=True):
             if value is not None:
                 body.register_parameter(name, nn.Parameter(torch.tensor(value, dtype=torch.float64).float()))
         sequences.own_dropout(body)
@@ -158,7 +158,8 @@ class EmbeddingSums(SummedLosses):
             for ids, lengths, first in ((query_ids, query_lengths, 0), (text_ids, text_lengths, 1))
         )
         texts = texts.view(*keys.shape, -1)
-        sums = -(queries * texts[:, 0]).sum()[None]
+        learned = [p for name in LEARNED if (p := getattr(self.body, name, None)) is not None]
+        sums = (-(queries * texts[:, 0]).sum() + 0 * sum(p.sum() for p in learned))[None]
         if not self.training:
             return sums, torch.cat([queries[:, None], texts], 1).flatten(1)
         return sums, (numbers, keys, queries, texts)

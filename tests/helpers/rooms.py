@@ -15,7 +15,7 @@ OWN = {
         """.split(),
     "samestep.contrib": """
         accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        noise_scale peer_copies preferences reference replicas stragglers watch whole_batch
+        noise_scale peer_copies preferences reference replicas stragglers train_embeddings watch whole_batch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
@@ -37,7 +37,9 @@ SHARED = {
 """Room -> names of files, some tests of which need it."""
 HELPERS = {
     "stepplan": ["odd_inputs", "odd_runs"],
-    "samestep.contrib": ["run_accumulating", "run_batch_norm", "run_embedding_trainer", "run_whole_batch"],
+    "samestep.contrib": [
+        *("run_accumulating", "run_batch_norm", "run_embedding_trainer", "run_train_embeddings", "run_whole_batch")
+    ],
 }
 """Room -> names of helpers that need it, where pytest looks for doctests."""
 MISSING = [room for room in OWN if find_spec(room) is None]

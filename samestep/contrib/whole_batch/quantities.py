@@ -75,6 +75,12 @@ class WholeBatch:
             `look` was not called before; in the first step a micro-batch that does not give what it gave in `look`.
     """
 
+    _refuses_nonfinite = True  # a loss that is no number; else its gradient tells
+    _remedy = (
+        "noise_by_sample(model, seed), given to exact_steps, draws the same in both forwards, and so does `with "
+        "whole.same_noise():`. Modules that normalise by the batch cannot be used"
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -137,7 +143,8 @@ class WholeBatch:
         try:
             with torch.enable_grad():
                 value = self._loss(*variables)
-                if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.isfinite():
+                is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+                if not is_number or (self._refuses_nonfinite and not value.isfinite()):
                     raise UsageError(f"the loss of the whole batch returned {value}, must return one finite number")
                 if value.requires_grad:
                     value.sum().backward(inputs=[x for x in learned if x.requires_grad])
@@ -180,7 +187,7 @@ class WholeBatch:
         """Compute the next micro-batch's part of the loss: the parts of all micro-batches of all processes add up to it."""
         part, values = self._parts.pop(0), _to_tuple(quantities)
         if not self._is_checked:
-            _check_same(values, part.quantities)
+            _check_same(values, part.quantities, self._remedy)
         pairs = [(slope, value) for slope, value in zip(part.gradients, values, strict=True) if value.requires_grad]
         slopes = zip(self._slopes, self._parameters, strict=True)
         terms = [(slope.to(value.dtype) * value).sum().to(self._value) for slope, value in pairs]
@@ -257,7 +264,7 @@ def _gather(value: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-def _check_same(values: Quantities, before: Quantities) -> None:
+def _check_same(values: Quantities, before: Quantities, remedy: str) -> None:
     """Check that a micro-batch gives what it gave in the pass before."""
     for value, other in zip(values, before, strict=True):
         if value.shape != other.shape:
@@ -266,8 +273,4 @@ def _check_same(values: Quantities, before: Quantities) -> None:
             )
         wide, known = value.detach().double().cpu(), other.double().cpu()
         if wide.numel() and (wide - known).abs().max() > SAME * known.abs().max():
-            raise UsageError(
-                "a micro-batch gave other numbers in look: is there dropout? noise_by_sample(model, seed), given to "
-                "exact_steps, draws the same in both forwards, and so does `with whole.same_noise():`. Modules that normalise "
-                "by the batch cannot be used"
-            )
+            raise UsageError(f"a micro-batch gave other numbers in look: is there dropout? {remedy}")

@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from samestep.contrib.whole_batch import contrastive
-from samestep.contrib.whole_batch.quantities import WholeBatch
+from samestep.contrib.whole_batch.quantities import Quantities, WholeBatch
 from samestep.data.text_pairs import MISSING
 from samestep.recipe.tasks.embedding_training import EmbeddingTraining
 from samestep.training import evaluation, retrieval
@@ -91,9 +91,12 @@ class RunLoss(WholeBatch):
                         accelerator.backward(whole.loss(step, model(**batch)[1]))
                         ...
 
-    Memory that runs out in `look` repeats the step in smaller micro-batches, as in a backward.
+    Memory that runs out in `look` repeats the step in smaller micro-batches, as in a backward. Where one micro-batch is the
+    whole step, `look` does nothing: its own loss is the step's.
     """
 
+    _refuses_nonfinite = False  # the run's on_nonfinite decides
+    _remedy = "A module draws it by itself, not by sample, or normalises by the batch: set dropout to 0, or take another model"
     _run_step: RunStep
 
     def __init__(self, run: Run):
@@ -106,7 +109,18 @@ class RunLoss(WholeBatch):
     def look(self, step: LoopStep | RunStep) -> torch.Tensor:
         assert isinstance(step, RunStep)
         self._run_step = step
-        return super().look(step)
+        return torch.zeros(()) if _is_whole(step) else super().look(step)
+
+    def loss(self, step: LoopStep | RunStep, quantities: torch.Tensor | Quantities) -> torch.Tensor:
+        assert isinstance(step, RunStep)
+        if not _is_whole(step):
+            return super().loss(step, quantities)
+        if step.data.samples[0]:
+            value = self.compare(*quantities)
+        else:  # another process has the samples, and waits for gradients of all parameters
+            value = sum((rows.sum() for rows in (*quantities[2:], *self._parameters)), torch.zeros(())) * 0
+        step.add_to_log(value.detach() * step.num_targets)
+        return value * step.loss_scale
 
     def _compute_all(self, model: nn.Module, micro_batches: Iterable[tuple[Any, bool]]) -> Any:
         found, failure = None, None
@@ -148,3 +162,8 @@ class RunLoss(WholeBatch):
         ((loss_value, scores),) = broadcast_object_list(answer)
         count = float(len(held_out))
         return torch.tensor([[loss_value * count], [0.0], [count]], dtype=torch.float64), scores
+
+
+def _is_whole(step: RunStep) -> bool:
+    """Tell whether one micro-batch, of whatever process, has all samples of a step."""
+    return step.data.num_micro_batches == 1
