@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from samestep.data.builtin import python_docs
 from samestep.data.tokenizer import train_wordpiece
 from samestep.errors import UsageError
 from samestep.recipe.catalog import load
+from samestep.recipe.exclusions import find_problems
 from samestep.training import retrieval
 from samestep.training.checkpoint import checkpoints, read
 
@@ -230,7 +232,7 @@ def test_noise_is_that_of_the_sample(train, folders, pairs):
 
 def test_adapters(train, folders, pairs, truths):
     """At first B is 0, so that A has no gradient, and B has s dW A^T; the saved folder has them merged."""
-    more = " --lora_rank 2 --lora_alpha 4"
+    more = " --lora_rank 2 --lora_alpha 4 --weight_decay 0"
     folder = train("lora", flags("both_ways", folders, pairs, 4) + more, program="train_embeddings")
     found, true = gradient(folder), truths["both_ways"][1]
     adapters = read(checkpoints(folder)[-1], "model")
@@ -321,7 +323,7 @@ def test_scores_are_those_of_a_sorted_list():
     assert found["recall_at_1"] == pytest.approx(sum(rank == 1 for rank in ranks) / 300)
     assert found["recall_at_10"] == pytest.approx(sum(rank <= 10 for rank in ranks) / 300)
     assert found["ndcg_at_10"] == pytest.approx(sum(1 / math.log2(1 + rank) for rank in ranks if rank <= 10) / 300)
-    assert 0.2 < found["recall_at_1"] < 0.9
+    assert 0.1 < found["recall_at_1"] < 0.9
 
 
 def test_a_model_that_says_the_same_of_all_texts_finds_nothing():
@@ -354,7 +356,7 @@ def test_temperatures_at_their_bounds(train, pairs, temperature):
 @pytest.mark.parametrize(
     ("row", "more", "message"),
     [
-        ({"query": "a"}, "", "none of its columns query is called"),
+        ({"query": "a"}, "", "none of its columns 'query' is called positive, pos, answer"),
         ({"query": "a", "positive": ""}, "", "'positive' is empty: fill it in, or remove the row"),
         ({"query": " ", "positive": "b"}, "", "'query' is empty"),
         ({"query": "a", "positive": 3}, "", "'positive' holds int, not text"),
@@ -373,7 +375,6 @@ def test_temperatures_at_their_bounds(train, pairs, temperature):
             "matryoshka_sizes has 64, but vectors have 32 numbers",
         ),
         ({}, "--lora_rank 2 --lora_alpha 4 --learn_temperature true", "learn_temperature is true, but lora_rank is 2"),
-        ({}, "--communication 'top_k 0.01 of 4 workers'", "communication is"),
     ],
 )
 def test_what_is_refused(train, tmp_path, row, more, message):
@@ -384,8 +385,17 @@ def test_what_is_refused(train, tmp_path, row, more, message):
     )
     words = f" --train_file {file} --validation_fraction 0 --vocab_size 60 {more}"
     with pytest.raises((UsageError, SystemExit), match=None) as error:
-        train("refused", words.replace("'", ""), program="train_embeddings")
+        train("refused", words, program="train_embeddings")
     assert message.replace("True", "true") in str(error.value).replace("True", "true")
+
+
+def test_algorithms_that_send_less_are_refused():
+    with pytest.raises(UsageError, match=r"communication is .*, but the loss compares the samples of all processes"):
+        load("embeddings_small_cpu", {"communication": "top_k 0.01 of 4 workers"})
+    with pytest.raises(UsageError, match=r"batch_schedule is .*, but the loss compares samples"):
+        load("embeddings_small_cpu", {"batch_schedule": "noise 0.1 from 16", "lr_scaling_rule": "none"})
+    (problem,) = find_problems(load("embeddings_small_cpu"), SimpleNamespace(fault_tolerance="step"))
+    assert problem.startswith("fault_tolerance is step, but the loss compares the samples of all processes")
 
 
 def test_a_row_that_is_skipped(train, pairs, tmp_path):

@@ -104,6 +104,8 @@ class EmbeddingTraining(Recipe):
     use_rslora: ClassVar[bool] = False
     use_dora: ClassVar[bool] = False
     modules_to_save: ClassVar[None] = None
+    is_contrastive: ClassVar[bool] = True
+    """A fact of the recipe, for rules about settings."""
 
     rules = rows(
         # Loss
@@ -152,12 +154,12 @@ class EmbeddingTraining(Recipe):
             "set it to null, or to a schedule of another kind",
         ),
         Rule(
-            lambda f: f.noise_scale_steps is not None,
+            lambda f: f.is_contrastive and f.noise_scale_steps is not None,
             "noise_scale_steps is {f.noise_scale_steps}, but the loss compares samples, so that none has a gradient of its own",
             "leave it out",
         ),
         Rule(
-            lambda f: f.is_replica,
+            lambda f: f.is_contrastive and f.is_replica,
             "fault_tolerance is step, but the loss compares the samples of all processes, and replicas have only their own",
             "set it to none or restart",
         ),
