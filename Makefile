@@ -54,7 +54,7 @@ train-captcha: venv ## draw captchas and learn to read them: at most 5 minutes o
 
 train-embeddings: venv ## learn to find what belongs to a sentence of Python's documentation: at most 5 minutes on 2 cores
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
-		scripts/train_embeddings.py --recipe embeddings_small_cpu --eval_steps 40 \
+		scripts/train_embeddings.py --recipe embeddings_small_cpu --per_device_train_batch_size 32 --eval_steps 27 \
 		--output_dir runs/embeddings_small_cpu --overwrite_output_dir
 
 finetune: venv ## fine-tune a small BERT to tell parts of Python's documentation apart: at most 4 minutes on 2 cores

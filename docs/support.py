@@ -116,7 +116,8 @@ def describe_launch(
     refusal = find_refusal(recipe, settings, **launch)
     if refusal is not None:
         return "refused", refusal.reason
-    if recipe.estimates_second_moment or from_recipe(recipe).batch_normalization:
+    has_formula = recipe.parts.shape is not None
+    if recipe.estimates_second_moment or (has_formula and from_recipe(recipe).batch_normalization):
         return "not exact", None
     text = {"no": "exact", "bf16": "16-bit", "fp16": "16-bit, skips"}[precision]
     has_bits = has_bits and find_refusal(recipe, dataclasses.replace(settings, reproducible=4), **launch) is None

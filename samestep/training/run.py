@@ -191,10 +191,7 @@ class Run:
         return ways.make_statistics(self)
 
     def whole_batch(self) -> Any:
-        """Make the object that computes the loss of all samples of a step, though its micro-batches are computed one at a time.
-
-        Of recipes whose loss compares samples: `samestep.contrib.whole_batch.run_loss`.
-        """
+        """Make what computes a loss of all samples of a step: `samestep.contrib.whole_batch.run_loss.RunLoss`."""
         return ways.make_whole_batch(self)
 
     def steps(self, train: Any) -> Iterator[RunStep]:
