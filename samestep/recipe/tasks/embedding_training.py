@@ -173,16 +173,17 @@ class EmbeddingTraining(Recipe):
             ),
         ),
         *each(
-            (
-                "architecture",
-                *(name for name in SHAPE if name not in ("num_key_value_heads", "tie_word_embeddings")),
-                "vocab_size",
-            ),
+            ("architecture", *(name for name in SHAPE if name not in ("num_key_value_heads", "tie_word_embeddings"))),
             lambda name: Rule(
                 lambda f: f[name] is None and f.model_name_or_path is None,
                 f"{name} is null, but model_name_or_path is not set",
                 "set one of them",
             ),
+        ),
+        Rule(
+            lambda f: f.vocab_size is None and f.tokenizer_name is None and f.model_name_or_path is None,
+            "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set",
+            "set one of them",
         ),
         *list_decoder_rules("max_seq_length"),
         # Adapters
@@ -219,13 +220,18 @@ class EmbeddingTraining(Recipe):
         return super().model_in_words + ("" if self.lora_rank is None else " by LoRA")
 
     @property
+    def shape(self) -> dict[str, Any]:
+        """The shape of a model with random weights, as transformers' configuration of `architecture` takes it."""
+        return {name: getattr(self, name) for name in SHAPE}
+
+    @property
     def small_shape(self) -> dict[str, Any]:
         if self.model_name_or_path is None:
             assert self.num_hidden_layers is not None  # as no checkpoint gives it
             return {"num_hidden_layers": min(2, self.num_hidden_layers)}
         small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
         small |= {"architecture": "llama" if self.pooling == "last_token" else "bert", "num_hidden_layers": 2}
-        small |= {"max_position_embeddings": self.max_seq_length, "initializer_range": 0.02, "vocab_size": 2**18}
+        small |= {"max_position_embeddings": self.max_seq_length, "initializer_range": 0.02}
         return small | {"model_name_or_path": None, "tokenizer_name": self.tokenizer_name or self.model_name_or_path}
 
 
