@@ -179,7 +179,7 @@ def test_micro_batches_of_their_own_are_another_gradient(train, folders, pairs, 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [2, thorough(3)])
 def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, num_processes):
     """Also with a step that leaves processes without a sample, with dropout, recomputed, with exact sums, resumed."""
     runs = {f"train_embeddings/{name}": flags(name, folders, pairs, 3) for name in CASES}
@@ -187,7 +187,7 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
     noisy = flags("both_ways", folders, pairs, 3, batch=5, steps=3).replace("--dropout 0", "--dropout 0.2")
     tail = flags("both_ways", folders, pairs, 3, batch=6, steps=3) + " --epoch_end keep"
     parted = flags("both_ways", folders, pairs, 3, batch=5, steps=4)
-    exact = flags("both_ways", folders, pairs, 3, batch=5, steps=3, dtype="float32").replace(
+    exact = flags("both_ways", folders, pairs, 3, steps=3, dtype="float32").replace(
         "--per_device_train_batch_size 3", "--reproducible 3"
     )
     alone = {
