@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || ech
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-core test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings test test-fast test-core test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,11 @@ train-captcha: venv ## draw captchas and learn to read them: at most 5 minutes o
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
 		scripts/train_captcha.py --recipe captcha_cpu --eval_steps 141 \
 		--output_dir runs/captcha_cpu --overwrite_output_dir
+
+train-embeddings: venv ## learn to find what belongs to a sentence of Python's documentation: at most 5 minutes on 2 cores
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/train_embeddings.py --recipe embeddings_small_cpu --per_device_train_batch_size 32 --eval_steps 27 \
+		--output_dir runs/embeddings_small_cpu --overwrite_output_dir
 
 finetune: venv ## fine-tune a small BERT to tell parts of Python's documentation apart: at most 4 minutes on 2 cores
 	@test -f runs/bert_small_cpu/model.safetensors || echo "No runs/bert_small_cpu of make pretrain: starting from random weights"

@@ -32,6 +32,7 @@ TITLES = {
     "causal_lm_pretraining": "GPT of today, pretraining",
     "text_classification": "classifier of texts",
     "causal_lm_finetuning": "language model, fine-tuned",
+    "embedding_training": "embeddings of texts",
     "image_classification": "classifier of images",
     "captcha_recognition": "captchas",
 }
@@ -46,6 +47,7 @@ WAYS = {
     "causal_lm_pretraining": {"Muon": ""},
     "text_classification": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "causal_lm_finetuning": {},  # those of the planner
+    "embedding_training": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "image_classification": {
         "group normalisation": "--normalization group",
         "batch normalisation": "--normalization batch",
@@ -114,7 +116,8 @@ def describe_launch(
     refusal = find_refusal(recipe, settings, **launch)
     if refusal is not None:
         return "refused", refusal.reason
-    if recipe.estimates_second_moment or from_recipe(recipe).batch_normalization:
+    has_formula = recipe.parts.shape is not None
+    if recipe.estimates_second_moment or (has_formula and from_recipe(recipe).batch_normalization):
         return "not exact", None
     text = {"no": "exact", "bf16": "16-bit", "fp16": "16-bit, skips"}[precision]
     has_bits = has_bits and find_refusal(recipe, dataclasses.replace(settings, reproducible=4), **launch) is None

@@ -37,7 +37,16 @@ import pytest
 import rooms
 import torch
 from blank import draw_nothing
-from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
+from common import (
+    ROOM_TINIES,
+    ROOT,
+    TINIES,
+    fresh_accelerator,
+    launch_environment,
+    load_script,
+    tiny_argv,
+    write_corpus,
+)
 from forked import AUDITED, Server
 from hooks import call_after_forward
 from varlen import reference_varlen
@@ -217,7 +226,7 @@ def corpus() -> Path:
 @pytest.fixture(scope="session")
 def scripts():
     """Load the programs, by name."""
-    return {name: load_script(name) for name in TINIES}
+    return {name: load_script(name) for name in TINIES | ROOM_TINIES}
 
 
 @pytest.fixture

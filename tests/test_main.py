@@ -141,7 +141,8 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         ("plan nothing", "unknown recipe"),
         (
             "plan qwen3_8b",
-            "did you mean qwen3_0.6b_sft_3090? Another model of its kind trains with --model_name_or_path",
+            "did you mean qwen3_0.6b_sft_3090 or qwen3_embeddings_lora_3090? Another model of its kind trains with "
+            "--model_name_or_path",
         ),
         ("plan bert_base --num_processes 0", "num_processes is 0"),
         ("plan bert_base --num_procs 2", "did you mean --num_processes"),

@@ -70,7 +70,10 @@ def test_help_and_mistakes_need_no_torch(recipe, tmp_path):
     task = next(name for name, cls in TASKS.items() if cls.parts.script == recipe)
     name = next(
         n
-        for n in ("bert_base", "gpt2_124m", "finetune_small_cpu", "sft_small_cpu", "resnet_digits_cpu", "captcha_cpu")
+        for n in (
+            *("bert_base", "gpt2_124m", "finetune_small_cpu", "sft_small_cpu", "resnet_digits_cpu", "captcha_cpu"),
+            "embeddings_small_cpu",
+        )
         if load(n).task == task
     )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

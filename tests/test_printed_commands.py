@@ -153,6 +153,10 @@ def files(corpus, tmp_path_factory) -> Path:
     chats = [
         [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:80]}] for text in sentences
     ]
+    pairs = [
+        {"query": f"{kind} {row}", "positive": f"{kind}ly {row} things"} for row in range(9) for kind in ("good", "bad")
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     for number in range(30):
         image = folder / "photos" / "abc"[number % 3] / f"{number}.png"

@@ -36,8 +36,8 @@ APART = "adapter"
 """Folder of an adapter, beside the model into which it was merged."""
 
 
-def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
-    """Add adapters to a causal language model, in place, with random weights of torch's seed, in float32 or wider.
+def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
+    """Add adapters to a model of texts, in place, with random weights of torch's seed, in float32 or wider.
 
     A weight W [out, in] becomes W + s B A, with B [out, rank] of zeros and A [rank, in] random; s is lora_alpha / rank, or
     lora_alpha / sqrt(rank) with use_rslora (2312.03732). With use_dora each row is given its own trained length (2402.09353).
@@ -61,9 +61,10 @@ def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
 
     targets = list(recipe.lora_targets)
     _check_names(model, recipe)
+    without_head = peft.TaskType.CAUSAL_LM if model.can_generate() else peft.TaskType.FEATURE_EXTRACTION
     config = peft.LoraConfig(
         # The head of a reward model is trained whole
-        task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else peft.TaskType.CAUSAL_LM,
+        task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else without_head,
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha or recipe.lora_rank,
         lora_dropout=recipe.lora_dropout or 0.0,
@@ -152,7 +153,7 @@ def _show(config: Any, name: str) -> Any:
     )
 
 
-def _check_names(model: PreTrainedModel, recipe: CausalLmFineTuning) -> None:
+def _check_names(model: PreTrainedModel, recipe: Any) -> None:
     """Raise UsageError for a name that no module has: peft trains nothing for it where another name is found."""
     names = [name for name, _ in model.named_modules()]
     for field in ("lora_targets", "modules_to_save"):

@@ -60,7 +60,7 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
             if is_other_kind and "txt_documents" in merged:
                 merged["txt_documents"] = "auto"
     if changes.get("model_name_or_path") is not None and "architecture" in merged:
-        merged |= dict.fromkeys((*SHAPE, "architecture", "vocab_size"))
+        merged |= dict.fromkeys(name for name in (*SHAPE, "architecture", "vocab_size") if name in merged)
     for group in ALTERNATIVES:
         if any(changes.get(name) is not None for name in group):
             merged.update({name: None for name in group if name in merged})

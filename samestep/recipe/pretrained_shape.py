@@ -9,6 +9,7 @@ from samestep.recipe import catalog as recipes
 from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.recipe.tasks.embedding_training import EmbeddingTraining
 
 SHAPES: dict[str, dict[str, Any]] = {
     "bert": {
@@ -106,7 +107,9 @@ def load(
     if config is None:
         return recipe
     location = f"model_name_or_path {format_name(path)}"
-    if isinstance(recipe, CausalLmFineTuning):  # of any architecture, whose shape the recipe does not have
+    if isinstance(
+        recipe, CausalLmFineTuning | EmbeddingTraining
+    ):  # of any architecture, whose shape the recipe does not have
         num_positions = config.get("max_position_embeddings", config.get("n_positions"))
         if isinstance(num_positions, int) and recipe.max_seq_length > num_positions:
             raise UsageError(

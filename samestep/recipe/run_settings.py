@@ -309,6 +309,17 @@ class CausalLmFineTuningSettings(BestModelSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings(BestModelSettings):
+    """Settings of one run that trains embeddings."""
+
+    metric_for_best_model: str | None = setting(
+        "which evaluation is the best one; none: ndcg_at_10",
+        choice("loss", "recall_at_1", "recall_at_10", "ndcg_at_10"),
+        default=None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLmSettings(LanguageModelSettings):
     """Settings of one run that trains a model to continue text."""
 

@@ -195,6 +195,13 @@ class Reduction:
             torch_distributed.reduce_zeros(recovery.model, num_begun)
         recovery.agree(has_failed=True)
 
+    def repeat(self, attempt: "Attempt", error: BaseException | None) -> NoReturn:
+        """Leave a step before its first backward, as all processes have agreed: memory ran out here (`error`), or elsewhere.
+
+        Raises as `finish`.
+        """
+        raise RepeatStep
+
     def abandon_forward(self, attempt: "Attempt", error: BaseException) -> NoReturn:
         """Leave a step in which memory ran out here, and the forwards of other processes wait for this one."""
         raise RunError(
@@ -268,6 +275,9 @@ class Unrepeatable(Reduction):
     def finish(self, attempt: "Attempt") -> None:
         if self._agree(attempt):
             raise self.cannot_repeat("another process", attempt)
+
+    def repeat(self, attempt: "Attempt", error: BaseException | None) -> NoReturn:
+        raise self.cannot_repeat("another process" if error is None else "this process", attempt) from error
 
     def abandon(self, attempt: "Attempt", error: BaseException) -> None:
         self.recovery.agree(has_failed=True)

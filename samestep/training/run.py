@@ -190,6 +190,10 @@ class Run:
         """
         return ways.make_statistics(self)
 
+    def whole_batch(self) -> Any:
+        """Make what computes a loss of all samples of a step: `samestep.contrib.whole_batch.run_loss.RunLoss`."""
+        return ways.make_whole_batch(self)
+
     def steps(self, train: Any) -> Iterator[RunStep]:
         """Iterate over the optimizer steps from the checkpoint's on, one for each, and again for each that failed.
 

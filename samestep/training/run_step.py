@@ -64,6 +64,21 @@ class RunStep(Step):
         self.run.network.noise.set_samples(samples, self.run.accelerator.device)
         return to_device(micro_batch, self.run.accelerator.device)
 
+    def look_ahead(self) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield each micro-batch for a forward before the step, without gradient, and whether it counts nothing."""
+        for micro_batch, samples in zip(self.data.micro_batches, self.data.samples, strict=True):
+            yield self.take(micro_batch, samples), not samples
+
+    def confirm_look(self, error: BaseException | None) -> None:
+        """Agree that memory sufficed for the forwards before the step (`error`: it did not, here). Called by all processes.
+
+        Raises:
+            RepeatStep: it did not; the step is done again.
+            RunError: it did not, and the step cannot be done again.
+        """
+        if self.run.recovery.agree(error is not None):
+            self.run.reduction.repeat(self.attempt, error)
+
     def find_statistics(self, whole_step: StepStatistics) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
 

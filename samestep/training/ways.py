@@ -88,6 +88,11 @@ def make_statistics(run: "Run") -> StepStatistics:
     return whole
 
 
+def make_whole_batch(run: "Run") -> Any:
+    """Make what computes a loss that compares the samples of a run's steps."""
+    return _load("samestep.contrib.whole_batch.run_loss:RunLoss")(run)
+
+
 def choose_accelerator(settings: RunSettings) -> type[Accelerator]:
     """Find the class of a run's accelerator."""
     if settings.fault_tolerance != "step":

@@ -59,6 +59,13 @@ TINIES = {
     "train_image_classifier": TINY_RESNET,
     "train_captcha": TINY_READER,
 }
+TINY_EMBEDDINGS = (
+    "--recipe embeddings_small_cpu --vocab_size 300 --max_seq_length 24 --hidden_size 32 --num_hidden_layers 2 "
+    "--num_attention_heads 2 --intermediate_size 64 --max_position_embeddings 32 --initializer_range 0.1 "
+    "--learning_rate 5e-3 --max_grad_norm 0.2 --num_train_epochs none --max_train_steps 10 --global_batch_size 10"
+).split()
+ROOM_TINIES = {"train_embeddings": TINY_EMBEDDINGS}
+"""Tiny models of programs that need a room."""
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
 
 
@@ -79,7 +86,14 @@ def model_of(program: str) -> type:
 
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
     """Make the arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
-    argv = [*TINIES[program], *data_flags(program, corpus), "--output_dir", str(output_dir), "--speed", "safe"]
+    argv = [
+        *(TINIES | ROOM_TINIES)[program],
+        *data_flags(program, corpus),
+        "--output_dir",
+        str(output_dir),
+        "--speed",
+        "safe",
+    ]
     return argv + flags.replace("CORPUS", str(corpus.parent)).split()
 
 

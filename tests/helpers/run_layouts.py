@@ -7,10 +7,10 @@ import os
 
 from accelerate import PartialState
 from blank import draw_nothing
-from common import TINIES, fresh_accelerator, load_script
+from common import ROOM_TINIES, TINIES, fresh_accelerator, load_script
 from torch.nn.parallel import DistributedDataParallel
 
-SCRIPTS = {program: load_script(program) for program in TINIES}
+SCRIPTS = {program: load_script(program) for program in TINIES | ROOM_TINIES}
 with contextlib.suppress(ImportError):  # older versions have none
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

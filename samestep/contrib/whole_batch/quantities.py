@@ -22,6 +22,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.training.own_loop import LoopStep
+from samestep.training.run_step import RunStep
 
 Quantities = tuple[torch.Tensor, ...]
 SAME = 1e-3
@@ -74,6 +75,12 @@ class WholeBatch:
             `look` was not called before; in the first step a micro-batch that does not give what it gave in `look`.
     """
 
+    _refuses_nonfinite = True  # a loss that is no number; else its gradient tells
+    _remedy = (
+        "noise_by_sample(model, seed), given to exact_steps, draws the same in both forwards, and so does `with "
+        "whole.same_noise():`. Modules that normalise by the batch cannot be used"
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -85,12 +92,12 @@ class WholeBatch:
     ):
         self._model, self._compute, self._loss = model, compute, loss
         self._is_sum, self._parameters = is_sum, list(parameters)
-        self._step: LoopStep | None = None
+        self._step: LoopStep | RunStep | None = None
         self._is_checked, self._num_looks = False, 0
         self._value, self._slopes = torch.zeros(()), list[torch.Tensor]()
         self._parts = list[Part]()
 
-    def look(self, step: LoopStep) -> torch.Tensor:
+    def look(self, step: LoopStep | RunStep) -> torch.Tensor:
         """Compute z of a step and its loss, which is returned, a scalar without graph. All processes call it."""
         self._step = step
         return self.look_at(step.accelerator.unwrap_model(self._model), step.look_ahead())
@@ -98,11 +105,7 @@ class WholeBatch:
     def look_at(self, model: nn.Module, micro_batches: Iterable[tuple[Any, bool]]) -> torch.Tensor:
         """Compute z and its loss as `look`, of micro-batches, each with whether it counts nothing, by a model without DDP."""
         self._is_checked, self._num_looks = self._num_looks > 0, self._num_looks + 1
-        found, noises = [], []
-        with torch.no_grad():
-            for batch, is_empty in micro_batches:
-                noises.append([torch.get_rng_state(), *_get_device_noise()])
-                found.append((_to_tuple(self._compute(model, batch)), is_empty))
+        found, noises = self._compute_all(model, micro_batches)
         join = _add_up if self._is_sum else _join_rows
         whole, places, shares = join(found)
         value, gradients, self._slopes = self._differentiate(whole)
@@ -118,6 +121,17 @@ class WholeBatch:
         self._value = value
         return value
 
+    @torch.no_grad()
+    def _compute_all(
+        self, model: nn.Module, micro_batches: Iterable[tuple[Any, bool]]
+    ) -> tuple[list[tuple[Quantities, bool]], list[list[torch.Tensor]]]:
+        """Compute the quantities of this process's micro-batches, each with whether it counts nothing, and note their noise."""
+        found, noises = [], []
+        for batch, is_empty in micro_batches:
+            noises.append([torch.get_rng_state(), *_get_device_noise()])
+            found.append((_to_tuple(self._compute(model, batch)), is_empty))
+        return found, noises
+
     def _differentiate(
         self, whole: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
@@ -129,7 +143,8 @@ class WholeBatch:
         try:
             with torch.enable_grad():
                 value = self._loss(*variables)
-                if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.isfinite():
+                is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+                if not is_number or (self._refuses_nonfinite and not value.isfinite()):
                     raise UsageError(f"the loss of the whole batch returned {value}, must return one finite number")
                 if value.requires_grad:
                     value.sum().backward(inputs=[x for x in learned if x.requires_grad])
@@ -153,7 +168,7 @@ class WholeBatch:
                 torch.cuda.set_rng_state(state)
             yield
 
-    def loss(self, step: LoopStep, quantities: torch.Tensor | Quantities) -> torch.Tensor:
+    def loss(self, step: LoopStep | RunStep, quantities: torch.Tensor | Quantities) -> torch.Tensor:
         """Compute a micro-batch's part of the loss, for `accelerator.backward`; it is multiplied by k and N, as `step.loss`.
 
         Args:
@@ -172,7 +187,7 @@ class WholeBatch:
         """Compute the next micro-batch's part of the loss: the parts of all micro-batches of all processes add up to it."""
         part, values = self._parts.pop(0), _to_tuple(quantities)
         if not self._is_checked:
-            _check_same(values, part.quantities)
+            _check_same(values, part.quantities, self._remedy)
         pairs = [(slope, value) for slope, value in zip(part.gradients, values, strict=True) if value.requires_grad]
         slopes = zip(self._slopes, self._parameters, strict=True)
         terms = [(slope.to(value.dtype) * value).sum().to(self._value) for slope, value in pairs]
@@ -249,7 +264,7 @@ def _gather(value: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-def _check_same(values: Quantities, before: Quantities) -> None:
+def _check_same(values: Quantities, before: Quantities, remedy: str) -> None:
     """Check that a micro-batch gives what it gave in the pass before."""
     for value, other in zip(values, before, strict=True):
         if value.shape != other.shape:
@@ -258,8 +273,4 @@ def _check_same(values: Quantities, before: Quantities) -> None:
             )
         wide, known = value.detach().double().cpu(), other.double().cpu()
         if wide.numel() and (wide - known).abs().max() > SAME * known.abs().max():
-            raise UsageError(
-                "a micro-batch gave other numbers in look: is there dropout? noise_by_sample(model, seed), given to "
-                "exact_steps, draws the same in both forwards, and so does `with whole.same_noise():`. Modules that normalise "
-                "by the batch cannot be used"
-            )
+            raise UsageError(f"a micro-batch gave other numbers in look: is there dropout? {remedy}")

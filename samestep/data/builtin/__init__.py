@@ -8,6 +8,7 @@ from samestep.errors import UsageError, nearest
 BUILTIN = {
     "documents": {"builtin/python_docs": "samestep.data.builtin.python_docs:load_pages"},
     "labelled texts": {"builtin/python_docs_parts": "samestep.data.builtin.python_docs:load_paragraphs"},
+    "pairs of texts": {"builtin/python_docs_pairs": "samestep.data.builtin.python_docs:load_pairs"},
     "conversations": {
         "builtin/drawn_chats": "samestep.data.builtin.chats:load_source",
         "builtin/drawn_pairs": "samestep.data.builtin.chats:load_source",

@@ -1,4 +1,4 @@
-"""The documentation that ships with Python: the language reference, and docstrings, as documents or as labelled paragraphs."""
+"""The documentation that ships with Python, of language and library, as documents, labelled paragraphs or pairs of texts."""
 
 import ast
 import os
@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.data import documents, labelled_texts
+from samestep.data import documents, labelled_texts, text_pairs
 from samestep.data.arrow import hash_modules
 
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
+MIN_ANSWER = 60  # characters of a text that a pair's query should find
 PARTS = (
     "reference",
     "asyncio",
@@ -28,6 +29,7 @@ PARTS = (
     "unittest",
     "xml",
 )
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, as doctest reads it
 _RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
@@ -42,6 +44,11 @@ def load_paragraphs() -> Any:
     """Load the labelled texts of `builtin/python_docs_parts`."""
     key = ("paragraphs", sys.version, hash_modules(__name__))
     return documents.cache_rows(_read_paragraphs, labelled_texts.FEATURES, key=key)
+
+
+def load_pairs() -> Any:
+    """Load the pairs of texts of `builtin/python_docs_pairs`."""
+    return documents.cache_rows(_read_pairs, text_pairs.FEATURES, key=("pairs", sys.version, hash_modules(__name__)))
 
 
 def python_pages() -> Iterator[tuple[str, str]]:
@@ -86,11 +93,14 @@ def _read_pages() -> Iterator[dict[str, str]]:
 
 
 def _docstrings(source: bytes) -> list[str]:
+    nodes = _statements(_parse(source))
+    return [text for node in nodes if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node))]
+
+
+def _parse(source: bytes) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in someone else's source
-        nodes = list(_statements(ast.parse(source)))
-    node_types = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in nodes if isinstance(node, node_types) and (text := ast.get_docstring(node))]
+        return ast.parse(source)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -118,3 +128,31 @@ def _read_paragraphs() -> Iterator[dict[str, str | None]]:
     for text, parts in sources.items():
         if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
             yield dict.fromkeys(labelled_texts.FEATURES) | {"text": text, "label": next(iter(parts))}
+
+
+def _read_pairs() -> Iterator[dict[str, Any]]:
+    """Make a pair of each docstring: its first sentence and the rest, or if that is short, what it describes and all of it.
+
+    Texts that were met before, as a query or as what is found, make no other pair: they would be false negatives.
+    """
+    known: set[str] = set()
+    for parts, source in _python_sources():
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        for name, docstring in _list_docstrings(_parse(source), module):
+            title, *rest = documents.split_sentences(_prose(docstring)) or [""]
+            query, text = (
+                (title, " ".join(rest)) if len(" ".join(rest)) >= MIN_ANSWER else (name, " ".join([title, *rest]))
+            )
+            if len(text) >= MIN_ANSWER and query.lower() != text.lower() and not known & {query, text}:
+                known |= {query, text}
+                yield {"query": query, "positive": text, "negatives": [], "source": parts[0]}
+
+
+def _list_docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
+    """List the docstrings of a module, class or function and of what is in it, each behind its full name and its arguments."""
+    if text := (ast.get_docstring(node) or "").strip():
+        arguments = getattr(node, "args", None)
+        yield (name if arguments is None else f"{name}({ast.unparse(arguments)})"), text
+    for child in node.body:
+        if isinstance(child, DOCUMENTED[1:]):
+            yield from _list_docstrings(child, f"{name}.{child.name}")
