@@ -1,7 +1,5 @@
 """--against plain: steps of one large batch that the audit makes, beside those of the program."""
 
-import sys
-
 import pytest
 
 from stepaudit import script
@@ -18,7 +16,7 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--b", type=int)
 parser.add_argument("--k", type=int)
-flags = parser.parse_args()
+flags = parser.parse_args(globals().get("words"))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 inputs, labels = torch.randn(48, 6), torch.randint(0, 3, (48,))
@@ -41,16 +39,15 @@ CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.05)"
 
 
 @pytest.fixture
-def record(tmp_path, monkeypatch):
+def record(tmp_path):
     """Give record(b, k, fault, clip, kind), which records three steps of the program in this process."""
 
     def run(b, k, fault="pass", clip="pass", kind=Recorder):
         path = tmp_path / "train.py"
         path.write_text(PROGRAM.replace("FAULT", fault).replace("CLIP", clip))
-        monkeypatch.setattr(sys, "argv", [str(path), "--b", str(b), "--k", str(k)])
-        recorder = kind(3)
+        recorder, words = kind(3), ["--b", str(b), "--k", str(k)]
         with pytest.raises(EnoughSteps), recorder:
-            exec(compile(path.read_bytes(), str(path), "exec"), {"__name__": "__main__"})
+            exec(compile(path.read_bytes(), str(path), "exec"), {"__name__": "__main__", "words": words})
         return [recorder.recording]
 
     return run
