@@ -57,7 +57,8 @@ class Interview:
         self.grad = torch.autograd.grad  # while a program is recorded, it is replaced
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def asking(self) -> Iterator[None]:
+        """Let modules be called, and gradients be taken, by a question."""
         self.is_asking = True
         try:
             yield
@@ -136,7 +137,7 @@ class Interview:
         modules = {unwrap(module) for module, *_ in calls}
         names = {module: name for model in modules for name, module in model.named_modules()}
         activations = [(names.get(module, ""), module, output) for _, module, output in self.activations]
-        with self._asking():
+        with self.asking():
             own_rows = probe.find_own_rows(count_rows(calls), num_samples, find_owners(calls))
             facts = probe.ask_loss(loss, activations, own_rows, self.grad)
         if self.generator is not None and not self.generator.equal(torch.get_rng_state()):
@@ -153,7 +154,7 @@ class Interview:
         if any(hasattr(p, "full_tensor") for p in parameters):  # FSDP would reduce the gradients of a question
             return {}, []
         try:
-            with self._asking():
+            with self.asking():
                 answer = take_gradients(loss, parameters, self.grad)
         except RuntimeError:  # reentrant checkpointing; a loss that does not depend on the parameters
             return {}, []
@@ -171,7 +172,7 @@ class Interview:
         self.probes_left -= 1
         answers: list[list[probe.Fact]] = []
         for call, outputs in list(zip(calls, self.outputs, strict=False))[:MAX_ASKED]:
-            with self._asking(), put_gradients_aside(call[0].parameters()):
+            with self.asking(), put_gradients_aside(call[0].parameters()):
                 facts = self._ask_call(call, outputs)
             answers += [] if facts is None else [facts]
         if loss_facts is not None or answers:
@@ -203,7 +204,7 @@ class Interview:
         """Ask once whether the loss follows the `num_items_in_batch` of a call, if it is given one."""
         if micro_step.num_items is None or self.honours_num_items is not None or self.has_talked:
             return
-        with self._asking():
+        with self.asking():
             self.honours_num_items = honours_num_items(*call)
 
     def forget(self) -> None:

@@ -2,7 +2,8 @@
 
 STEPS is how many steps are recorded, 0 for all. Parameters are put back after each step. With STEPS:train they move on; with
 STEPS:kill they do, too, and the program ends as if it were killed when the next step begins, and nothing is recorded. With
-STEPS:full they are put back, and what the program computes in 16 bits is computed in float32.
+STEPS:full they are put back, and what the program computes in 16 bits is computed in float32. With STEPS:plain each step is of
+one large batch that the audit makes (`stepaudit.plain`); a mode may be several words, as plain+full.
 """
 
 import multiprocessing
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stepaudit.plain import PlainRecorder
 from stepaudit.record import EnoughSteps, Recorder
 from stepaudit.waiting import write_stacks
 
@@ -30,8 +32,11 @@ def main(folder: str, steps: str, program: str, *argv: str) -> None:
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = program
     num_steps, _, mode = steps.partition(":")
-    recorder = Recorder(
-        0 if mode == "kill" else int(num_steps), keep_parameters=mode in ("", "full"), is_full=mode == "full"
+    words = mode.split("+")
+    recorder = (PlainRecorder if "plain" in words else Recorder)(
+        0 if mode == "kill" else int(num_steps),
+        keep_parameters=not {"train", "kill"} & set(words),
+        is_full="full" in words,
     )
     code, pid = 0, os.getpid()
     write_stacks(Path(folder), int(os.environ.get("RANK", "0")))

@@ -69,7 +69,7 @@ class _Logs:
         for module in self.unwatched & sys.modules.keys():
             name, losses = LOGS[module]
             self.stack.enter_context(
-                _replace(getattr(sys.modules[module], name), "log", functools.partial(self._log, losses))
+                replace(getattr(sys.modules[module], name), "log", functools.partial(self._log, losses))
             )
             self.unwatched.remove(module)
 
@@ -244,26 +244,26 @@ class Recorder(_Following):
                 register_optimizer_step_post_hook(self._end_step),
             ):
                 stack.callback(hook.remove)
-            stack.enter_context(_replace(torch.autograd, "backward", self._backward))
-            stack.enter_context(_replace(torch.autograd, "grad", self._grad))
-            stack.enter_context(_replace(nn.Module, "__call__", self._call))
+            stack.enter_context(replace(torch.autograd, "backward", self._backward))
+            stack.enter_context(replace(torch.autograd, "grad", self._grad))
+            stack.enter_context(replace(nn.Module, "__call__", self._call))
             for owner, name in HOOKS:
-                stack.enter_context(_replace(owner, name, self._register_hook))
+                stack.enter_context(replace(owner, name, self._register_hook))
             stack.enter_context(watch_reads(_is_own, self.interview.note_read))
             stack.enter_context(watch_assignments(self._begin_assignment, self._end_assignment))
-            stack.enter_context(_replace(torch.optim.Optimizer, "add_param_group", self._add_group))
-            stack.enter_context(_replace(LRScheduler, "step", self._tick))
+            stack.enter_context(replace(torch.optim.Optimizer, "add_param_group", self._add_group))
+            stack.enter_context(replace(LRScheduler, "step", self._tick))
             if torch.distributed.is_available():
                 for name in COLLECTIVES & vars(torch.distributed.ProcessGroup).keys():
                     communicate = functools.partial(self._communicate, name)
-                    stack.enter_context(_replace(torch.distributed.ProcessGroup, name, communicate))
+                    stack.enter_context(replace(torch.distributed.ProcessGroup, name, communicate))
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 for name in CLIPPING & vars(module).keys():
-                    stack.enter_context(_replace(module, name, self._clip))
+                    stack.enter_context(replace(module, name, self._clip))
             for kind in FETCHERS:
-                stack.enter_context(_replace(kind, "fetch", self.batches.fetch))
-            stack.enter_context(_replace(LoaderIterator, "_next_index", self.batches.draw_index))
-            stack.enter_context(_replace(LoaderIterator, "__next__", self.batches.draw_batch))
+                stack.enter_context(replace(kind, "fetch", self.batches.fetch))
+            stack.enter_context(replace(LoaderIterator, "_next_index", self.batches.draw_index))
+            stack.enter_context(replace(LoaderIterator, "__next__", self.batches.draw_batch))
             self.stack = stack.pop_all()
         self.logs = _Logs(self.stack, lambda: self.recording.steps)
         return self
@@ -492,7 +492,7 @@ def find_place() -> str:
 def _find_line_of_program() -> str:
     """Return the line that has called a function in whose place one of the recorder is; empty where a library has called it."""
     caller: types.FrameType | None = inspect.currentframe()
-    for _ in range(3):  # this function, the recorder's and `_replace`'s
+    for _ in range(3):  # this function, the recorder's and `replace`'s
         caller = caller.f_back if caller is not None else None
     if caller is None:
         return ""
@@ -543,7 +543,7 @@ def _sum_numbers(tensors: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def _replace(owner: Any, name: str, wrapper: Callable) -> Iterator[None]:
+def replace(owner: Any, name: str, wrapper: Callable) -> Iterator[None]:
     """Replace `owner.name` inside the block by `wrapper`, which gets the original in front of the arguments."""
     # A method of a class in C++ is wrapped where it is kept, and what getattr returns does not bind
     original, kept = getattr(owner, name), vars(owner)[name]

@@ -35,13 +35,15 @@ MAX_PROGRAM_BYTES = 2**24
 REASONS = {
     "full": "in float32, to tell rounding from a fault",
     "train": "with parameters that move, to see what the program decides by numbers",
+    "plain": "in steps of one large batch that the audit makes",
 }
+PLAIN = "plain"
 PACKAGES = ("torch", "numpy", "cloudpickle")
 RunProgram = Callable[..., list[Recording]]
 """Runs and records a program: see `record`, which is one."""
 USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
          [--resume "FLAG=VALUE,..."] [--stop 3]
-         [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
+         [--against plain] [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
 DESCRIPTION = """Runs a training program unchanged, once per layout, with hooks in torch, and compares the gradients of its
 steps: plain PyTorch, Accelerate, transformers' Trainer, Lightning. What differs is named with its cause.
 Exit code: 0 exact, 1 not exact, 2 bad usage, 3 the audit itself failed."""
@@ -191,7 +193,8 @@ def record(
         num_steps: optimizer steps to be recorded; 0: all.
         timeout: in seconds.
         mode: empty: parameters are put back after each step; `train`: they move on; `kill`: they do, and the program is killed
-            after `num_steps` steps, and nothing is recorded; `full`: what is computed in 16 bits is computed in float32.
+            after `num_steps` steps, and nothing is recorded; `full`: what is computed in 16 bits is computed in float32;
+            `plain`: each step is of one large batch that the audit makes. Several with + between.
         announce: is told where the processes are while they take long.
 
     Returns:
@@ -319,6 +322,14 @@ def _make_parser(prog: str) -> _Parser:
         help=f"seconds that each run may take (default: {MAX_SECONDS}; after the first {SLOWER} times what the slowest has "
         f"taken, and at least {MIN_SECONDS})",
     )
+    runs.add_argument(
+        "--against",
+        choices=["first", PLAIN],
+        default="first",
+        help="what layouts are compared with: the first one, or plain steps: the first layout once more, each step of one "
+        "large batch, which the audit makes of what the program gives to the loss functions of torch.nn.functional. It finds "
+        "what is wrong in the same way under every cut",
+    )
     resuming = parser.add_argument_group("Resuming, in the place of comparing layouts")
     resuming.add_argument(
         "--resume",
@@ -376,7 +387,8 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             f"--per_process {unknown_names[0]} is no flag of --vary: {nearest(_normalize_name(unknown_names[0]), varied_names)}"
         )
     runs = make_variations(flags.vary, [int(number) for number in flags.processes.split(",")], per_process)
-    if len(runs) < 2 and not (flags.resume and runs):
+    reference_mode = _find_reference_mode(flags, runs)
+    if len(runs) < 2 and not (runs and (flags.resume or reference_mode)):
         raise UsageError(f"{prog}: one run has nothing to be compared with: give another --vary, or --processes 1,2")
     if problem := _find_program_problem(program[0]):
         raise UsageError(f"{prog}: {program[0]} {problem}")
@@ -405,8 +417,10 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
         )
         reference_findings, failures = [], []
     else:
-        labels = [str(variation) for variation in runs]
-        reference_findings, results = compare_runs(program, runs, flags.steps, flags.tolerance, run_program, announce)
+        labels = [f"{runs[0]}, {PLAIN}"] * bool(reference_mode) + [str(variation) for variation in runs]
+        reference_findings, results = compare_runs(
+            program, runs, flags.steps, flags.tolerance, run_program, announce, reference_mode
+        )
         failures = [result for result in results if isinstance(result, UsageError)]
         labels = [
             labels[0],
@@ -443,6 +457,17 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     return 0 if is_exact else 1
 
 
+def _find_reference_mode(flags: argparse.Namespace, runs: list[Variation]) -> str:
+    """Find how the reference is recorded, as of `record`: empty for the first layout as it is."""
+    if flags.against != PLAIN:
+        return ""
+    if flags.resume or (runs and runs[0].num_processes > 1):
+        raise UsageError(
+            "--against plain makes the step of one process: leave --resume out, and let --processes begin with 1"
+        )
+    return PLAIN
+
+
 def compare_runs(
     program: list[str],
     runs: list[Variation],
@@ -450,6 +475,7 @@ def compare_runs(
     tolerance: float,
     record_run: Callable[[list[str], Variation, int, str], list[Recording]],
     announce: Callable[[str], None] = lambda text: None,
+    reference_mode: str = "",
 ) -> tuple[list[Finding], list[Comparison | UsageError]]:
     """Run a program under each layout, and compare it with the first one; in float32, too, where it computes in 16 bits.
 
@@ -460,6 +486,7 @@ def compare_runs(
         tolerance: relative error of a gradient in float32 that is rounding.
         record_run: (program, variation, number of steps, mode) -> recordings, as `record`.
         announce: is told what runs.
+        reference_mode: of the reference, as of `record`; where there is one, the first layout is compared with it, too.
 
     Returns:
         Faults of the reference by itself; for each further layout a comparison, or why there is none.
@@ -467,22 +494,26 @@ def compare_runs(
     Raises:
         UsageError: the reference failed, or all others.
     """
+    if reference_mode:
+        runs = [runs[0], *runs]
     recordings: list[list[Recording]] = []
     failures: dict[int, UsageError] = {}
-    for number, variation in enumerate(runs):
-        announce(f"{program[0]}: {variation}")
+
+    def run(number: int, mode: str = "") -> list[Recording]:
+        words = [word for word in (reference_mode if not number else "", mode) if word]
+        announce(", ".join([f"{program[0]}: {runs[number]}", *(REASONS[word] for word in words)]))
+        return record_run(program, runs[number], num_steps, "+".join(words))
+
+    for number in range(len(runs)):
         try:
-            recordings.append(record_run(program, variation, num_steps, ""))
+            recordings.append(run(number))
         except UsageError as error:
             recordings.append([])
             failures[number] = error
             if not recordings[0] or len(failures) == len(runs) - 1:
                 raise
 
-    @functools.cache
-    def record_again(number: int, mode: str) -> list[Recording]:
-        announce(f"{program[0]}: {runs[number]}, {REASONS[mode]}")
-        return record_run(program, runs[number], num_steps, mode)
+    record_again = functools.cache(run)
 
     def settle_run(number: int) -> Comparison:
         return judge(
