@@ -116,9 +116,10 @@ class PlainRecorder(Recorder):
         parameters = [p for track in self.tracks for p in track.parameters if p.requires_grad]
         whole = grad(loss, parameters, retain_graph=True, allow_unused=True)
         parts = grad(sum(term.factor * term.output for term in terms), parameters, retain_graph=True, allow_unused=True)
-        pairs = [(a, b) for a, b in zip(whole, parts, strict=True) if a is not None or b is not None]
-        error = sum(float(((0 if a is None else a) - (0 if b is None else b)).square().sum()) for a, b in pairs) ** 0.5
-        size = sum(float(a.square().sum()) for a, _ in pairs if a is not None) ** 0.5
+        given = zip(parameters, whole, parts, strict=True)
+        pairs = [[torch.zeros_like(p) if g is None else g for g in gradients] for p, *gradients in given]
+        error = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+        size = sum(float(a.square().sum()) for a, _ in pairs) ** 0.5
         if error > TOLERANCE * size:
             _give_up("the loss has a part that no loss function of torch.nn.functional computes (a penalty?)")
         return terms
