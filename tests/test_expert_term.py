@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 import trl_runs
 from common import fresh_accelerator
 from run_expert_term import NUM_SAMPLES, ON_PROCESSES, build, build_words, compute_truth, join, train
@@ -92,6 +93,28 @@ def test_another_weight_than_that_of_the_config_is_refused(tmp_path):
     model.router_aux_loss_coef = 1.0
     with pytest.raises(UsageError, match="has 1 times the balance of experts, but router_aux_loss_coef"):
         train("Qwen3MoeForCausalLM", 2, 2, tmp_path, model=model)
+
+
+def test_a_head_without_the_term_is_as_without_its_weight(tmp_path):
+    """Its config asks for router logits, but its forward computes no balance."""
+    true = compute_truth("Qwen3MoeForSequenceClassification")
+    assert distance(train("Qwen3MoeForSequenceClassification", 2, 4, tmp_path)[0], true) < 2e-6
+
+
+def test_router_logits_in_16_bits(tmp_path):
+    """The model's function rounds each probability to 16 bits; this one does not."""
+    names = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+    for name in names:
+        found, _ = train(name, 2, 4, tmp_path, model=build(name).bfloat16())
+        assert distance([gradient.float() for gradient in found], compute_truth(name)) < 0.05
+
+
+def test_another_formula_is_refused(tmp_path, monkeypatch):
+    module = transformers.models.qwen3_moe.modeling_qwen3_moe
+    own = module.load_balancing_loss_func
+    monkeypatch.setitem(vars(module), "load_balancing_loss_func", lambda *words: 2 * own(*words))
+    with pytest.raises(UsageError, match="by another formula"):
+        train("Qwen3MoeForCausalLM", 2, 2, tmp_path)
 
 
 def test_without_its_module_the_balance_is_refused():
