@@ -20,7 +20,13 @@ from samestep.recipe.settings import (
     limit,
     setting,
 )
-from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
+from samestep.recipe.tasks.decoder import (
+    SHAPE,
+    WITHOUT_ADAPTERS,
+    list_adapter_rules,
+    list_decoder_rules,
+    list_shape_rules,
+)
 
 WEIGHTS = (
     "must be numbers greater than 0, up to 1,000",
@@ -43,15 +49,6 @@ UNUSED = "unused"
 """Name in `columns` of a column that is not read."""
 DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
 """Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
-WITHOUT_ADAPTERS = {
-    "base_quantization": None,
-    "lora_alpha": None,
-    "lora_dropout": 0.0,
-    "use_rslora": False,
-    "use_dora": False,
-    "modules_to_save": None,
-}
-"""Field of adapters -> its value where all weights are trained."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 """Fields that say how many of them are drawn."""
 
@@ -228,54 +225,14 @@ class CausalLmFineTuning(Recipe):
             "set it to completions or assistant",
         ),
         # Shape
-        *each(
-            ("architecture", *SHAPE, "vocab_size"),
-            lambda name: Rule(
-                lambda f: f[name] is not None and f.model_name_or_path is not None,
-                f"{name} is {{f[{name}]}}, but model_name_or_path is set, whose weights decide it",
-                f"set {name} to null",
-            ),
-        ),
-        *each(
-            ("architecture", *(name for name in SHAPE if name != "num_key_value_heads")),
-            lambda name: Rule(
-                lambda f: f[name] is None and f.model_name_or_path is None,
-                f"{name} is null, but model_name_or_path is not set",
-                "set one of them",
-            ),
-        ),
-        Rule(
-            lambda f: f.vocab_size is None and f.tokenizer_name is None and f.model_name_or_path is None,
-            "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set",
-            "set one of them",
-        ),
+        *list_shape_rules(SHAPE, ("num_key_value_heads",)),
         *list_decoder_rules("max_seq_length"),
         # Adapters
-        Rule(
-            lambda f: f.lora_rank is not None and f.lora_alpha is None and 2 * f.lora_rank,
-            "lora_alpha is null, but lora_rank is {f.lora_rank}",
-            "set it, for example to {found}",
-        ),
-        Rule(
-            lambda f: (
-                f.lora_rank is not None
-                and (not f.lora_targets or ("all-linear" in f.lora_targets and len(f.lora_targets) > 1))
-            ),
-            "lora_targets is {f.lora_targets}",
-            "give all-linear alone, or names of layers",
-        ),
+        *list_adapter_rules(WITHOUT_ADAPTERS),
         Rule(
             lambda f: f.lora_rank is not None and f.use_dora and f.base_quantization is not None,
             "use_dora is true, but base_quantization is {f.base_quantization}, whose weights have no norms",
             "set use_dora to false, or base_quantization to null",
-        ),
-        *each(
-            WITHOUT_ADAPTERS.items(),
-            lambda name, value: Rule(
-                lambda f: f.lora_rank is None and f[name] != value,
-                f"{name} is {{f[{name}]}}, but lora_rank is null, so that all weights are trained",
-                f"set {name} to {value}, or lora_rank to a number",
-            ),
         ),
     )
 

@@ -1,6 +1,8 @@
-"""The fields that recipes of causal language models share, whatever their architecture is called."""
+"""The fields and rules that recipes of models of transformers share, whatever their architecture is called."""
 
-from samestep.recipe.rules import Rule, is_at_most, is_multiple
+from collections.abc import Collection, Iterable, Sequence
+
+from samestep.recipe.rules import Rule, each, is_at_most, is_multiple
 
 SHAPE = (
     "hidden_size",
@@ -14,6 +16,16 @@ SHAPE = (
 )
 """Fields that weights to start from decide."""
 
+WITHOUT_ADAPTERS = {
+    "base_quantization": None,
+    "lora_alpha": None,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+}
+"""Field of adapters -> its value where all weights are trained."""
+
 
 def list_decoder_rules(length: str) -> list[Rule]:
     """List the rules for the shape of a decoder; `length` names the field of the longest sample."""
@@ -21,4 +33,58 @@ def list_decoder_rules(length: str) -> list[Rule]:
         is_multiple("hidden_size", "num_attention_heads"),
         is_multiple("num_attention_heads", "num_key_value_heads"),
         is_at_most(length, "max_position_embeddings"),
+    ]
+
+
+def list_shape_rules(shape: Sequence[str], may_be_null: Collection[str]) -> list[Rule]:
+    """List the rules by which a recipe gives a shape, or weights to start from, which decide it."""
+    return [
+        *each(
+            ("architecture", *shape, "vocab_size"),
+            lambda name: Rule(
+                lambda f: f[name] is not None and f.model_name_or_path is not None,
+                f"{name} is {{f[{name}]}}, but model_name_or_path is set, whose weights decide it",
+                f"set {name} to null",
+            ),
+        ),
+        *each(
+            ("architecture", *(name for name in shape if name not in may_be_null)),
+            lambda name: Rule(
+                lambda f: f[name] is None and f.model_name_or_path is None,
+                f"{name} is null, but model_name_or_path is not set",
+                "set one of them",
+            ),
+        ),
+        Rule(
+            lambda f: f.vocab_size is None and f.tokenizer_name is None and f.model_name_or_path is None,
+            "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set",
+            "set one of them",
+        ),
+    ]
+
+
+def list_adapter_rules(names: Iterable[str]) -> list[Rule]:
+    """List the rules of adapters; `names` are fields that need some."""
+    return [
+        Rule(
+            lambda f: f.lora_rank is not None and f.lora_alpha is None and 2 * f.lora_rank,
+            "lora_alpha is null, but lora_rank is {f.lora_rank}",
+            "set it, for example to {found}",
+        ),
+        Rule(
+            lambda f: (
+                f.lora_rank is not None
+                and (not f.lora_targets or ("all-linear" in f.lora_targets and len(f.lora_targets) > 1))
+            ),
+            "lora_targets is {f.lora_targets}",
+            "give all-linear alone, or names of layers",
+        ),
+        *each(
+            ((name, WITHOUT_ADAPTERS[name]) for name in names),
+            lambda name, value: Rule(
+                lambda f: f.lora_rank is None and f[name] != value,
+                f"{name} is {{f[{name}]}}, but lora_rank is null, so that all weights are trained",
+                f"set {name} to {value}, or lora_rank to a number",
+            ),
+        ),
     ]

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import FRACTION, LAYERS, LENGTH, POSITIVE, VOCABULARY, WIDTH, choice, limit, setting
-from samestep.recipe.tasks.causal_lm_finetuning import WITHOUT_ADAPTERS
-from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
+from samestep.recipe.tasks.decoder import SHAPE, list_adapter_rules, list_decoder_rules, list_shape_rules
 
 BUILTIN = "builtin/python_docs_pairs"
 SIZES = (
@@ -164,50 +163,10 @@ class EmbeddingTraining(Recipe):
             "set it to none or restart",
         ),
         # Shape
-        *each(
-            ("architecture", *(name for name in SHAPE if name != "tie_word_embeddings"), "vocab_size"),
-            lambda name: Rule(
-                lambda f: f[name] is not None and f.model_name_or_path is not None,
-                f"{name} is {{f[{name}]}}, but model_name_or_path is set, whose weights decide it",
-                f"set {name} to null",
-            ),
-        ),
-        *each(
-            ("architecture", *(name for name in SHAPE if name not in ("num_key_value_heads", "tie_word_embeddings"))),
-            lambda name: Rule(
-                lambda f: f[name] is None and f.model_name_or_path is None,
-                f"{name} is null, but model_name_or_path is not set",
-                "set one of them",
-            ),
-        ),
-        Rule(
-            lambda f: f.vocab_size is None and f.tokenizer_name is None and f.model_name_or_path is None,
-            "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set",
-            "set one of them",
-        ),
+        *list_shape_rules([name for name in SHAPE if name != "tie_word_embeddings"], ("num_key_value_heads",)),
         *list_decoder_rules("max_seq_length"),
         # Adapters
-        Rule(
-            lambda f: f.lora_rank is not None and f.lora_alpha is None and 2 * f.lora_rank,
-            "lora_alpha is null, but lora_rank is {f.lora_rank}",
-            "set it, for example to {found}",
-        ),
-        Rule(
-            lambda f: (
-                f.lora_rank is not None
-                and (not f.lora_targets or ("all-linear" in f.lora_targets and len(f.lora_targets) > 1))
-            ),
-            "lora_targets is {f.lora_targets}",
-            "give all-linear alone, or names of layers",
-        ),
-        *each(
-            ((name, WITHOUT_ADAPTERS[name]) for name in ("lora_alpha", "lora_dropout")),
-            lambda name, value: Rule(
-                lambda f: f.lora_rank is None and f[name] != value,
-                f"{name} is {{f[{name}]}}, but lora_rank is null, so that all weights are trained",
-                f"set {name} to {value}, or lora_rank to a number",
-            ),
-        ),
+        *list_adapter_rules(("lora_alpha", "lora_dropout")),
     )
 
     @property
