@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from samestep._internals.libc import stop_malloc_returning_memory
 from samestep._internals.transformers_models import (
     attention_kernel,
     can_set_attention,
@@ -34,7 +35,8 @@ class PackedLoss:
         sum = - sum_i sum_t log p(label_it | tokens 1 to t - 1 of sample i),
 
     as is measured on the model itself, before it is changed. In evaluation batches stay padded, so that metrics see logits
-    [b, T, classes]. Attention is torch's (sdpa).
+    [b, T, classes]. Attention is torch's (sdpa). On a CPU malloc keeps the memory of freed tensors from then on: rows are of
+    another size in each step.
 
         packed = PackedLoss(model)
         trainer = exact(Trainer)(model, arguments, ..., loss=packed)
@@ -64,6 +66,8 @@ class PackedLoss:
         if leak := packing.probe(causal_lm):
             causal_lm.set_attn_implementation(own_kernel)
             raise UsageError(f"{name}: in a row a sample reaches the next one ({leak}): leave it padded")
+        if causal_lm.device.type == "cpu":
+            stop_malloc_returning_memory()
         self._causal_lm = causal_lm
         self._keeps_logits = "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
 
