@@ -22,7 +22,7 @@ from samestep.recipe.exclusions import find_problems
 from samestep.training import retrieval
 from samestep.training.checkpoint import checkpoints, read
 
-NUM, NEGATIVES = 13, 2
+NUM, NEGATIVES, MARGIN = 13, 2, -0.03
 FROM_FOLDER = (
     " --architecture none --hidden_size none --num_hidden_layers none --num_attention_heads none --intermediate_size none "
     "--max_position_embeddings none --initializer_range none --vocab_size none --learning_rate 1e-3"
@@ -44,6 +44,7 @@ CASES = {
         "last_token",
         "--objective siglip --symmetric false --mask_duplicates false --similarity_bias -4 --learn_temperature true",
     ),
+    "gist": (BERT, "mean", f"--symmetric true --num_negatives {NEGATIVES} --false_negative_margin {MARGIN}"),
     "matryoshka": (BERT, "cls", "--symmetric false --matryoshka_sizes 8 32 --learn_temperature true --temperature 0.1"),
 }
 
@@ -109,8 +110,21 @@ def find_loss(name: str, queries, documents, negatives, is_there, scale, bias):
         return -(1 / (1 + (-signs * (scale * q @ d.T + bias)).exp())).log().sum() / len(q)
     if name == "matryoshka":
         return sum(cross_entropy(scale * unit(queries[:, :n]) @ unit(documents[:, :n]).T) for n in (8, 32))
-    hard = (scale * q @ unit(negatives).T).masked_fill(~is_there, -math.inf)
-    return (cross_entropy(torch.cat([scale * q @ d.T, hard], 1)) + cross_entropy(scale * d @ q.T)) / 2
+    texts = torch.cat([d, unit(negatives)])
+    is_out, is_other = (
+        torch.cat([torch.zeros(len(q), dtype=torch.bool), ~is_there]).repeat(len(q), 1),
+        ~torch.eye(len(q)).bool(),
+    )
+    is_near = torch.zeros_like(is_other)
+    if name == "gist":
+        own = (q * d).sum(1, keepdim=True) + MARGIN
+        is_out |= (q @ texts.T > own) & torch.nn.functional.pad(is_other, (0, len(negatives)), value=True)
+        is_near = (d @ q.T > own) & is_other
+        assert 0.1 < is_near.sum() / is_other.sum() < 0.9  # so that the margin matters
+    there, back = scale * q @ texts.T, scale * d @ q.T
+    return (
+        cross_entropy(there.masked_fill(is_out, -math.inf)) + cross_entropy(back.masked_fill(is_near, -math.inf))
+    ) / 2
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +153,13 @@ def truths(folders, pairs):
         # The parameter is float32's logarithm of the scale
         log_scale = torch.tensor(math.log(10 if name == "matryoshka" else 20)).float().double().requires_grad_()
         bias = torch.tensor(-4.0, dtype=torch.float64, requires_grad=True)
-        scale = 20.0 if name == "both_ways" else log_scale.exp()
+        is_learned = "learn" in CASES[name][2]
+        scale = log_scale.exp() if is_learned else 20.0
         parts = pooled[:NUM], pooled[NUM : 2 * NUM], pooled[2 * NUM :]
         loss = find_loss(name, *parts, is_there, scale, bias)
         loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        gradients |= {"similarity_scale": log_scale.grad} if name != "both_ways" else {}
+        gradients |= {"similarity_scale": log_scale.grad} if is_learned else {}
         gradients |= {"similarity_bias": bias.grad} if name == "siglip" else {}
         found[name] = loss.item(), gradients
     return found

@@ -63,20 +63,32 @@ class ContrastiveLoss:
             bias: Any = self.recipe.similarity_bias if self._bias is None else self._bias
             return contrastive.siglip(queries, documents, scale=scale, bias=bias)
         own, candidates = keys[:, 0], torch.cat([keys[:, 0], keys[:, 1:].flatten()])
-        masks = self.recipe.mask_duplicates
+        masks, texts = self.recipe.mask_duplicates, documents
+        if negatives is not None:
+            texts = torch.cat([documents, negatives.flatten(0, 1)])
 
         def is_left_out(rows: slice) -> torch.Tensor:
-            is_out = (candidates == MISSING).expand(len(own[rows]), -1)
+            is_out = (candidates == MISSING).expand(len(own[rows]), -1) | self._are_nearer(queries, texts, rows)
             return is_out | (candidates == own[rows, None]) if masks else is_out
 
         def is_same(rows: slice) -> torch.Tensor:
-            return own == own[rows, None]
+            return (own == own[rows, None]) | self._are_nearer(documents, queries, rows)
 
         loss = contrastive.info_nce(queries, documents, negatives, scale=scale, is_false_negative=is_left_out)
         if not self.recipe.symmetric:
             return loss
         other = contrastive.info_nce(documents, queries, scale=scale, is_false_negative=is_same if masks else None)
         return (loss + other) / 2
+
+    @torch.no_grad()
+    def _are_nearer(self, rows: torch.Tensor, others: torch.Tensor, part: slice) -> torch.Tensor:
+        """Tell which others are nearer to a part of the rows than their own one by more than the recipe's margin."""
+        margin = self.recipe.false_negative_margin
+        if margin is None:
+            return torch.zeros((), dtype=torch.bool, device=rows.device)
+        similarities = rows[part] @ others.T
+        own = similarities.diagonal(part.start)
+        return similarities > own[:, None] + margin
 
 
 class RunLoss(WholeBatch):

@@ -61,6 +61,11 @@ class EmbeddingTraining(Recipe):
     )
     learn_temperature: bool = setting("learn the temperature, from 0.01 on, and the bias of siglip")
     mask_duplicates: bool = setting("of info_nce: a query's own text in another sample is no negative of it")
+    false_negative_margin: float | None = setting(
+        "of info_nce: a text that is nearer to a query than its own text, by more than this, is no negative of it, as in GIST "
+        "(2402.16829) with the model as its own guide; null: all are",
+        limit(2, -2),
+    )
     matryoshka_sizes: tuple[int, ...] | None = setting(
         "the loss is the sum of those of the first so many numbers of each vector (2205.13147); null: of whole vectors",
         SIZES,
@@ -114,12 +119,18 @@ class EmbeddingTraining(Recipe):
             "set it to 2 or more",
         ),
         *each(
-            (("symmetric", False), ("mask_duplicates", False), ("num_negatives", 0)),
+            (("symmetric", False), ("mask_duplicates", False), ("false_negative_margin", None), ("num_negatives", 0)),
             lambda name, value: Rule(
                 lambda f: f.objective == "siglip" and f[name] != value,
                 f"{name} is {{f[{name}]}}, but objective is siglip, whose pairs stand alone",
                 f"set {name} to {value}, or objective to info_nce",
             ),
+        ),
+        Rule(
+            lambda f: f.false_negative_margin is not None and f.objective == "info_nce" and not f.mask_duplicates,
+            "false_negative_margin is {f.false_negative_margin}, but mask_duplicates is false: whether a text that is equal to a "
+            "query's own is nearer, rounding alone would decide",
+            "set mask_duplicates to true, or false_negative_margin to null",
         ),
         Rule(
             lambda f: f.objective == "info_nce" and f.similarity_bias != 0,
