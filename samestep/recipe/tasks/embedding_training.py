@@ -128,7 +128,7 @@ class EmbeddingTraining(Recipe):
         ),
         Rule(
             lambda f: f.false_negative_margin is not None and f.objective == "info_nce" and not f.mask_duplicates,
-            "false_negative_margin is {f.false_negative_margin}, but mask_duplicates is false: rounding alone would decide whether "
+            "false_negative_margin is {f.false_negative_margin}, but mask_duplicates is false: rounding would decide whether "
             "a text that is equal to a query's own is nearer",
             "set mask_duplicates to true, or false_negative_margin to null",
         ),
