@@ -308,6 +308,29 @@ def load_hub(
         ) from error
 
 
+def load_tables(recipe: Any, load: Callable[..., row_report.Table], **options: Any) -> list[row_report.Table]:
+    """Load the rows of a recipe's training source, and of its held-out one, if it names one of its own.
+
+    Args:
+        recipe: with `train_file`, `dataset_name`, `dataset_config_name`, `validation_file` and `validation_split_name`.
+        load: loads a source.
+        options: what it takes besides.
+    """
+    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
+    tables = [load(train_file=recipe.train_file, **hub, **options)]
+    if recipe.validation_file is not None:
+        tables.append(load(train_file=recipe.validation_file, **options))
+    elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
+        tables.append(load(train_file=None, split=recipe.validation_split_name, **hub, **options))
+    return tables
+
+
+def name_tables(recipe: Any) -> tuple[str, str]:
+    """Name the two sources of `load_tables`, for reports on their rows."""
+    first = "train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"
+    return first, "validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"
+
+
 def _hub(name: str, config: str | None, text_column: str, num_proc: int | None) -> row_report.Table:
     documents = load_hub(name, config, "train", num_proc)
     if text_column not in documents.column_names:

@@ -337,13 +337,7 @@ def build(
         UsageError: data or tokenizer that cannot be used, a single class, another number of classes than num_labels.
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
-    source: dict[str, Any] = {"columns": columns, "num_proc": num_proc}
-    hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    tables = [load_rows(train_file=recipe.train_file, **hub, **source)]
-    if recipe.validation_file is not None:
-        tables.append(load_rows(train_file=recipe.validation_file, **source))
-    elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
-        tables.append(load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
+    tables = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
     rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
     if others:
@@ -362,13 +356,11 @@ def build(
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
-    names = ["train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"]
-    names.append("validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}")
     num_cut = [part.num_cut for part in (train, rest) if part is not None]
     if not others:
         num_cut = [sum(num_cut)]
     files = recipe.train_file, recipe.validation_file
-    for table, name, cut, patterns in zip(tables, names, num_cut, files, strict=False):
+    for table, name, cut, patterns in zip(tables, documents.name_tables(recipe), num_cut, files, strict=False):
         notes = train.describe_labels(recipe.metrics) if table is tables[0] else []
         notes += documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
         num_held_out = num_rows - len(rows)  # none of separate ones

@@ -349,17 +349,11 @@ def build(
     columns = Columns(
         recipe.query_column, recipe.positive_column, recipe.negative_columns, has_negatives=recipe.num_negatives > 0
     )
-    source: dict[str, Any] = {"columns": columns, "num_proc": num_proc}
-    hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
     if is_builtin(recipe.dataset_name) and recipe.num_negatives:
         raise UsageError(
             f"num_negatives is {recipe.num_negatives}, but {recipe.dataset_name} has no negatives: set it to 0"
         )
-    tables = [load_rows(train_file=recipe.train_file, **hub, **source)]
-    if recipe.validation_file is not None:
-        tables.append(load_rows(train_file=recipe.validation_file, **source))
-    elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
-        tables.append(load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
+    tables = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
     rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
     if others:
@@ -373,9 +367,8 @@ def build(
     settings |= {"prefixes": (recipe.query_prefix, recipe.document_prefix), "num_proc": num_proc}
     train = TextPairs(rows, tokenizer, **settings, description="training texts")
     rest = TextPairs(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
-    names = ["train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"]
-    names.append("validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}")
-    for table, name, patterns in zip(tables, names, (recipe.train_file, recipe.validation_file), strict=False):
+    files = recipe.train_file, recipe.validation_file
+    for table, name, patterns in zip(tables, documents.name_tables(recipe), files, strict=False):
         notes = documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
         train.row_reports.append(table.report(name, num_held_out=num_rows - len(rows), notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
