@@ -42,7 +42,9 @@ def table(
             )
             worst_parameter = "" if comparison.is_exact else f"{comparison.worst} {comparison.worst_error:.2g}"
             largest_error = max(comparison.loss_errors[t] for t in compared_steps)
-            row = f"{title:{width}}  {len(compared_steps):5}  {numbers}  {largest_error:10.2g}  {worst_parameter}{marks}"
+            row = (
+                f"{title:{width}}  {len(compared_steps):5}  {numbers}  {largest_error:10.2g}  {worst_parameter}{marks}"
+            )
             lines.append(row.rstrip())
         else:
             lines.append(f"{title:{width}}  not compared{marks}")
