@@ -97,7 +97,8 @@ def run(
             failed = [rank for rank, code in enumerate(codes) if code]
             rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)  # the others lost their connection to it
             place = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
-            raise UsageError(f"{title} failed{place}:\n  {_read_end(logs[rank])}")
+            end = f", ended by signal {-codes[rank]}" if codes[rank] < 0 else ""  # without a word of its own
+            raise UsageError(f"{title} failed{place}{end}:\n  {_read_end(logs[rank])}")
         return _read_end(logs[0])
 
 

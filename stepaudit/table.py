@@ -55,8 +55,8 @@ def table(
             for finding in row
             if finding.cause == cause
         ]
-        explanation, *numbers = _explain(found)
-        lines += [f"[{number}] {explanation}", *numbers, f"    do: {found[0][1].remedy}"]
+        explanation, *evidence = _explain(found)
+        lines += [f"[{number}] {explanation}", *evidence, f"    do: {found[0][1].remedy}"]
     return "\n".join(lines)
 
 

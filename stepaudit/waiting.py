@@ -8,7 +8,7 @@ import faulthandler
 import re
 from pathlib import Path
 
-SECONDS = 5
+SECONDS = 20  # no run that is shorter is dumped: a stack that is read while it runs can end the process
 FIRST_REPORT = 30  # seconds
 
 
