@@ -282,7 +282,7 @@ class Finding:
         return f"{KINDS[self.cause].remedy} ({GUIDE}#{self.cause})"
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (CAUSES[self.cause], self.where, self.evidence) if part)
+        return join_parts(CAUSES[self.cause], self.where, self.evidence)
 
 
 def select_first_findings(findings: Iterable[Finding]) -> list[Finding]:
@@ -291,6 +291,11 @@ def select_first_findings(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         by_cause.setdefault(finding.cause, finding)
     return list(by_cause.values())
+
+
+def join_parts(*parts: str) -> str:
+    """Join the parts of a sentence that are not empty, from the general to the particular."""
+    return ": ".join(filter(None, parts))
 
 
 def list_names(names: list[str]) -> str:

@@ -33,6 +33,7 @@ def run(
     variables: Mapping[str, str] | None = None,
     stacks: Path | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """Run a command in `num_processes` processes, in the environment that torchrun gives; the first failure ends all of them.
 
@@ -42,6 +43,7 @@ def run(
         variables: of the environment, besides.
         stacks: folder into which the processes write their stacks (`waiting.py`).
         announce: is told where they are, after 30 seconds, and whenever twice the time has gone.
+        clock: returns seconds.
 
     Returns:
         The end of the first process's output.
@@ -78,9 +80,9 @@ def run(
             )
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
-        start, next_report = time.monotonic(), 1.1 * waiting.SECONDS
+        start, next_report = clock(), waiting.FIRST_REPORT
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            seconds = time.monotonic() - start
+            seconds = clock() - start
             if seconds > min(next_report, timeout):
                 places = waiting.describe_stacks(stacks, num_processes) if stacks else ""
                 if seconds > timeout:
@@ -95,7 +97,8 @@ def run(
             failed = [rank for rank, code in enumerate(codes) if code]
             rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)  # the others lost their connection to it
             place = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
-            raise UsageError(f"{title} failed{place}:\n  {_read_end(logs[rank])}")
+            end = f", ended by signal {-codes[rank]}" if codes[rank] < 0 else ""  # without a word of its own
+            raise UsageError(f"{title} failed{place}{end}:\n  {_read_end(logs[rank])}")
         return _read_end(logs[0])
 
 
@@ -117,7 +120,7 @@ def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Record
         (Path(folder) / "subject").write_bytes(_pickle(subject_and_cuts))
         (Path(folder) / "path").write_text(json.dumps(sys.path))
         command = [sys.executable, "-c", "from stepaudit import processes; processes.work()", folder]
-        run(command, num_processes, f"the audit on {num_processes} processes", TIMEOUT)
+        run(command, num_processes, f"the audit on {num_processes} processes", TIMEOUT, stacks=Path(folder))
         return load(Path(folder), len(cuts), num_processes)
 
 
@@ -148,6 +151,7 @@ def work() -> None:
     """Do the work of one process: the environment tells its rank, FOLDER the subject and the cuts."""
     folder, code = Path(sys.argv[1]), 0
     try:
+        waiting.write_stacks(folder, int(os.environ["RANK"]))
         sys.path[:] = json.loads((folder / "path").read_text())
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.distributed.init_process_group("gloo")

@@ -103,8 +103,8 @@ class Audit:
 
     def __str__(self) -> str:
         """Write the table, the causes below it, and the verdict."""
-        labels = [f"{cut} (tolerance {tolerance:g})" for cut, tolerance in zip(self.cuts, self.tolerances, strict=True)]
-        text = table(["all samples at once, N 1, float64", *labels], self.findings, self.comparisons)
+        labels = ["all samples at once, N 1, float64", *self.cuts]
+        text = table(labels, self.findings, self.comparisons, self.tolerances)
         return f"{text}\n{'exact' if self.is_exact else 'NOT exact'}"
 
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
-from stepaudit.causes import Finding
+from stepaudit.causes import CAUSES, Finding, join_parts
 from stepaudit.judge import Comparison
 
 
-def table(labels: Sequence[object], reference_findings: list[Finding], comparisons: list[Comparison]) -> str:
-    """Write one row for each layout, and below the table each cause, with the numbers of its first row, and its remedy.
+def table(
+    labels: Sequence[object],
+    reference_findings: list[Finding],
+    comparisons: list[Comparison],
+    tolerances: Sequence[float] = (),
+) -> str:
+    """Write one row for each layout, and below the table each cause, with the numbers of each row, and its remedy.
 
     Steps with other samples than the reference's are not compared, and not counted.
 
@@ -15,19 +20,19 @@ def table(labels: Sequence[object], reference_findings: list[Finding], compariso
         labels: of the layouts, the reference first.
         reference_findings: faults of the reference by itself.
         comparisons: of the other layouts with the reference.
+        tolerances: of the comparisons, where each has its own.
     """
-    width = max(len(str(label)) for label in ["layout", *labels])
+    notes = [f" (tolerance {tolerance:g})" for tolerance in tolerances] or [""] * len(comparisons)
+    titles = [str(labels[0]), *(f"{label}{note}" for label, note in zip(labels[1:], notes, strict=True))]
+    width = max(map(len, ["layout", *titles]))
     findings_by_row = [reference_findings, *(comparison.findings for comparison in comparisons)]
-    findings: dict[str, Finding] = {}  # cause -> its first finding
-    for finding in (finding for row_findings in findings_by_row for finding in row_findings):
-        findings.setdefault(finding.cause, finding)
-    causes = list(findings)
+    causes = list(dict.fromkeys(finding.cause for row in findings_by_row for finding in row))
     row_marks = ["".join(f" [{causes.index(finding.cause) + 1}]" for finding in row) for row in findings_by_row]
     lines = [
         f"{'layout':{width}}  steps   error of the first, last step   |g|/|r|   cosine  loss error  worst parameter",
-        f"{labels[0]!s:{width}}  the reference{row_marks[0]}",
+        f"{titles[0]:{width}}  the reference{row_marks[0]}",
     ]
-    for label, comparison, marks in zip(labels[1:], comparisons, row_marks[1:], strict=True):
+    for title, comparison, marks in zip(titles[1:], comparisons, row_marks[1:], strict=True):
         compared_steps = [t for t, error in enumerate(comparison.errors) if error == error]
         if compared_steps:
             first_step, last_step = compared_steps[0], compared_steps[-1]
@@ -37,10 +42,40 @@ def table(labels: Sequence[object], reference_findings: list[Finding], compariso
             )
             worst_parameter = "" if comparison.is_exact else f"{comparison.worst} {comparison.worst_error:.2g}"
             largest_error = max(comparison.loss_errors[t] for t in compared_steps)
-            row = f"{label!s:{width}}  {len(compared_steps):5}  {numbers}  {largest_error:10.2g}  {worst_parameter}{marks}"
+            row = (
+                f"{title:{width}}  {len(compared_steps):5}  {numbers}  {largest_error:10.2g}  {worst_parameter}{marks}"
+            )
             lines.append(row.rstrip())
         else:
-            lines.append(f"{label!s:{width}}  not compared{marks}")
-    for number, finding in enumerate(findings.values(), 1):
-        lines += [f"[{number}] {finding}", f"    do: {finding.remedy}"]
+            lines.append(f"{title:{width}}  not compared{marks}")
+    for number, cause in enumerate(causes, 1):
+        found = [
+            (str(label), finding)
+            for label, row in zip(labels, findings_by_row, strict=True)
+            for finding in row
+            if finding.cause == cause
+        ]
+        explanation, *evidence = _explain(found)
+        lines += [f"[{number}] {explanation}", *evidence, f"    do: {found[0][1].remedy}"]
     return "\n".join(lines)
+
+
+def _explain(found: list[tuple[str, Finding]]) -> list[str]:
+    """Explain a cause once, on the first line; where layouts have other numbers, those of each are on a line of their own.
+
+    Args:
+        found: findings of one cause, each with the label of its layout.
+    """
+    first = found[0][1]
+    places = {finding.where for _, finding in found}
+    shared = first.where if len(places) == 1 else ""
+    labels: dict[str, list[str]] = {}  # numbers -> layouts that have them
+    for label, finding in found:
+        own = finding.evidence if shared else join_parts(finding.where, finding.evidence)
+        labels.setdefault(own, []).append(label)
+    if len(labels) == 1:
+        return [str(first)]
+    return [
+        join_parts(CAUSES[first.cause], shared),
+        *(f"    {join_parts('; '.join(own), numbers)}" for numbers, own in labels.items()),
+    ]

@@ -8,8 +8,9 @@ from waiting import PATIENCE, until
 
 from stepaudit.errors import UsageError
 from stepaudit.launchers import read_launcher
+from stepaudit.processes import run
 from stepaudit.script import MAX_SECONDS, MIN_SECONDS, Variation, _Patience, audit_script
-from stepaudit.waiting import describe_stacks
+from stepaudit.waiting import FIRST_REPORT, describe_stacks
 
 
 @pytest.fixture
@@ -148,3 +149,37 @@ def test_a_process_that_waits_says_where(tmp_path):
         process.kill()
         process.wait()
     assert describe_stacks(tmp_path / "none", 2) == ""
+
+
+COLLECTIVE = """
+import os, sys, threading
+from pathlib import Path
+import torch
+from stepaudit import waiting
+rank = int(os.environ["RANK"])
+waiting.SECONDS = 0.2
+waiting.write_stacks(Path(sys.argv[1]), rank)
+torch.distributed.init_process_group("gloo")
+if rank == 1:
+    torch.distributed.all_reduce(torch.ones(1))
+threading.Event().wait()
+"""
+
+
+@pytest.mark.distributed
+def test_a_collective_that_one_process_never_enters_is_told_and_ended(tmp_path):
+    """After 30 seconds, in a line, and again when twice as many have gone; the limit ends all. The clock is the test's."""
+    (tmp_path / "loop.py").write_text(COLLECTIVE)
+    places = "process 0 is at loop.py, line 12, in wait; process 1 is at loop.py, line 11, in all_reduce"
+    until_limit, said = [0, FIRST_REPORT + 1, FIRST_REPORT + 2, 2 * FIRST_REPORT + 1, 2 * FIRST_REPORT + 2, 601], []
+
+    def clock() -> int:
+        """Stand still until both processes wait where they wait for ever; then jump."""
+        return until_limit.pop(0) if len(until_limit) == 6 or describe_stacks(tmp_path, 2) == places else 0
+
+    words = [sys.executable, str(tmp_path / "loop.py"), str(tmp_path)]
+    with pytest.raises(UsageError, match=f"the loop took longer than 600 seconds: {places}"):
+        run(words, 2, "the loop", 600, None, tmp_path, said.append, clock)
+    assert said == [
+        f"the loop has run for {seconds} s: {places}" for seconds in (FIRST_REPORT + 1, 2 * FIRST_REPORT + 1)
+    ]

@@ -167,8 +167,37 @@ def test_the_table_shows_the_numbers():
     assert first.split() == "x 2 1e-09, 0.5 1 1.0000 0.25 a.weight 0.4 [1] [2]".split()
     assert second.split() == "y 1 2e-09, 2e-09 1 1.0000 3e-09".split()
     assert third.split()[-3:] == ["b", "0.1", "[2]"]
-    assert causes == [f"[1] {leak}", f"    do: {leak.remedy}", f"[2] {tail}", f"    do: {tail.remedy}"]
+    numbers = [f"[2] {CAUSES['tail']}", "    x: step 3: 2/4", "    z: step 9: 7/8"]
+    assert causes == [f"[1] {leak}", f"    do: {leak.remedy}", *numbers, f"    do: {tail.remedy}"]
     assert heading.index("loss error") + len("loss error") == first.index("0.25") + len("0.25")
+
+
+def test_a_cause_is_explained_once_with_the_numbers_of_each_layout():
+    """Of layouts that share them in one line; a place that all share is said once, and so is a cause of the reference."""
+
+    def explain(*rows: tuple[str, str], of_reference: tuple[Finding, ...] = ()) -> list[str]:
+        findings = [Finding("factor", *row) for row in rows]
+        comparisons = [Comparison([1.0], [1.0], [1.0], [1.0], [0], "a", 1.0, [finding]) for finding in findings]
+        return table("rxyz", list(of_reference), comparisons, [1e-7, 1e-5, 1e-5]).splitlines()[5:]
+
+    text, do = CAUSES["factor"], f"    do: {Finding('factor', '', '').remedy}"
+    same = ("step 1", "4 = k")
+    assert explain(same, same, same) == [f"[1] {text}: step 1: 4 = k", do]
+    assert explain(same, ("step 1", "8 = k"), same) == [f"[1] {text}: step 1", "    x; z: 4 = k", "    y: 8 = k", do]
+    other = ("a.weight, step 1", "2 = N")
+    assert explain(same, other, ("", "3")) == [
+        f"[1] {text}",
+        "    x: step 1: 4 = k",
+        "    y: a.weight, step 1: 2 = N",
+        "    z: 3",
+        do,
+    ]
+    by_itself = (Finding("factor", "step 2", "4 = k"),)
+    assert explain(same, same, same, of_reference=by_itself)[:3] == [
+        f"[1] {text}",
+        "    r: step 2: 4 = k",
+        "    x; y; z: step 1: 4 = k",
+    ]
 
 
 def test_processes_that_take_different_gradients(run):

@@ -28,8 +28,8 @@ def test_the_examples_of_the_audit(pytester):
     result.assert_outcomes(passed=1)
     result = pytester.runpytest_subprocess("test_loop.py")
     result.assert_outcomes(failed=1)
-    (line,) = re.findall(r"```text\n(.*)\n```", DOCUMENT)
-    assert line in result.outlines
+    (lines,) = re.findall(r"```text\n(\[1\] .*?)\n```", DOCUMENT, re.DOTALL)
+    assert f"{lines}\n    do: " in result.stdout.str()
     assert "NOT exact" in result.outlines
     assert not [line for line in result.outlines if "Traceback" in line or line.startswith(">")]
 
