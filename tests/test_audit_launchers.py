@@ -130,7 +130,6 @@ PROGRAM = """
 import sys, threading
 from pathlib import Path
 from stepaudit import waiting
-waiting.SECONDS = 0.2
 waiting.write_stacks(Path(sys.argv[1]), 1)
 def wait_for_the_others():
     threading.Event().wait()
@@ -139,12 +138,12 @@ wait_for_the_others()
 
 
 def test_a_process_that_waits_says_where(tmp_path):
-    """By its own thread: the process itself stands in a call that does not return."""
+    """The process stands in a call that does not return, and answers a signal."""
     (tmp_path / "loop.py").write_text(PROGRAM)
     process = subprocess.Popen([sys.executable, "loop.py", str(tmp_path)], cwd=tmp_path)
     try:
         until(lambda: describe_stacks(tmp_path, 2), "a stack", PATIENCE)
-        assert describe_stacks(tmp_path, 2) == "process 1 is at loop.py, line 8, in wait"
+        assert describe_stacks(tmp_path, 2) == "process 1 is at loop.py, line 7, in wait"
     finally:
         process.kill()
         process.wait()
@@ -157,7 +156,6 @@ from pathlib import Path
 import torch
 from stepaudit import waiting
 rank = int(os.environ["RANK"])
-waiting.SECONDS = 0.2
 waiting.write_stacks(Path(sys.argv[1]), rank)
 torch.distributed.init_process_group("gloo")
 if rank == 1:
@@ -170,7 +168,7 @@ threading.Event().wait()
 def test_a_collective_that_one_process_never_enters_is_told_and_ended(tmp_path):
     """After 30 seconds, in a line, and again when twice as many have gone; the limit ends all. The clock is the test's."""
     (tmp_path / "loop.py").write_text(COLLECTIVE)
-    places = "process 0 is at loop.py, line 12, in wait; process 1 is at loop.py, line 11, in all_reduce"
+    places = "process 0 is at loop.py, line 11, in wait; process 1 is at loop.py, line 10, in all_reduce"
     until_limit, said = [0, FIRST_REPORT + 1, FIRST_REPORT + 2, 2 * FIRST_REPORT + 1, 2 * FIRST_REPORT + 2, 601], []
 
     def clock() -> int:
