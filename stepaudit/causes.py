@@ -38,7 +38,7 @@ KINDS = {
     "mixed_loss": Cause(
         "the loss compares the samples of a micro-batch, or is no sum over them",
         "sum over samples before anything that is not linear; compute targets and weights per sample, or once of the whole "
-        "step; a contrastive loss needs the embeddings of the whole step first (gradient caching)",
+        "step; a contrastive loss needs the embeddings of the whole step first (gradient caching; with samestep: WholeBatch)",
     ),
     "gathered_without_gradient": Cause(
         "the loss compares the samples of all processes, but those of other processes come without a gradient",
@@ -47,7 +47,8 @@ KINDS = {
     ),
     "expert_balance": Cause(
         "the balance loss of experts is computed from the tokens of a micro-batch",
-        "set its coefficient to 0 (router_aux_loss_coef=0.0), or balance with counts of the whole step",
+        "set its coefficient to 0 (router_aux_loss_coef=0.0), or balance with counts of the whole step (with samestep: "
+        "exact(Trainer), or WholeBatch with is_sum=True in a loop)",
     ),
     "dropout": Cause(
         "noise is another one for every cut (with a dropout of 0 the audit sees the rest)",
