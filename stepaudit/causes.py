@@ -38,7 +38,8 @@ KINDS = {
     "mixed_loss": Cause(
         "the loss compares the samples of a micro-batch, or is no sum over them",
         "sum over samples before anything that is not linear; compute targets and weights per sample, or once of the whole "
-        "step; a contrastive loss needs the embeddings of the whole step first (gradient caching), as samestep's WholeBatch does",
+        "step; a contrastive loss needs the embeddings of the whole step first (gradient caching), as samestep's WholeBatch "
+        "does",
     ),
     "gathered_without_gradient": Cause(
         "the loss compares the samples of all processes, but those of other processes come without a gradient",
