@@ -285,7 +285,8 @@ NOTES = {
     "sentence-transformers, batch-hard triplets": "plainly, too, the processes step by different gradients: none is averaged",
     "sentence-transformers, cross-encoder": "two processes fail without the audit, too",
     "fastai, GradientAccumulation": "the last window has too few samples, and is never stepped, in micro-batches or without",
-    "in the style of open_clip's train, accum_freq": "windows that are not full are left out, in either layout",
+    "in the style of open_clip's train, accum_freq": "the learned scale gets k times its gradient, all else is exact; windows "
+    "that are not full are left out, in either layout",
     "in the style of OpenRLHF's sft_trainer": "windows that are not full are left out, in either layout",
 }
 # Imported once, before the programs' processes are forked: what a program imports takes longer than its steps.

@@ -2,10 +2,11 @@
 
 timm: train.py of github.com/huggingface/pytorch-image-models: full batches only; the last window is divided by its own k.
 open_clip: src/open_clip_train/train.py of github.com/mlfoundations/open_clip, accum_freq: the features of a window come first,
-without a gradient, then each micro-batch again beside the others' features. torchtune: recipes/full_finetune_single_device.py
-of github.com/pytorch/torchtune: sums of tokens' losses, and gradients divided by the number of the window's tokens. openrlhf:
-openrlhf/trainer/sft_trainer.py of github.com/OpenRLHF/OpenRLHF 0.11.2: divided by the tokens of the window; windows that are
-not full are left out. verl: losses of github.com/verl-project/verl 0.9.1, token-mean, with the tokens of the global batch.
+without a gradient, then each micro-batch again beside the others' features, with a learned scale. torchtune:
+recipes/full_finetune_single_device.py of github.com/pytorch/torchtune: sums of tokens' losses, and gradients divided by the
+number of the window's tokens. openrlhf: openrlhf/trainer/sft_trainer.py of github.com/OpenRLHF/OpenRLHF 0.11.2: divided by the
+tokens of the window; windows that are not full are left out. verl: losses of github.com/verl-project/verl 0.9.1, token-mean,
+with the tokens of the global batch.
 """
 
 import sys
@@ -47,6 +48,7 @@ if mode == "timm":
     loader = DataLoader(data, batch_size=b, drop_last=True)
 elif mode == "open_clip":
     model = nn.ModuleDict({"image": nn.Linear(12, 8), "text": nn.Embedding(SIZES["vocab_size"], 8)})
+    model.logit_scale = nn.Parameter(torch.tensor(10.0).log())
     data = [(torch.randn(12), number % 29) for number in range(NUM_SAMPLES)]
     loader = DataLoader(data, batch_size=b, drop_last=True)
 else:
@@ -73,7 +75,7 @@ elif mode == "open_clip":
         for number, batch in enumerate(window):
             parts = [*features[:number], encode(*batch), *features[number + 1 :]]
             images, captions = (torch.cat(part) for part in zip(*parts, strict=True))
-            logits, own = 10 * images @ captions.T, torch.arange(len(images))
+            logits, own = model.logit_scale.exp() * images @ captions.T, torch.arange(len(images))
             ((F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2).backward()
         step()
 elif mode == "torchtune":
