@@ -1,0 +1,363 @@
+"""Balances the experts of a mixture over a whole step, however it is cut (a recipe's `router_loss`).
+
+Let token t of a step choose k of E experts by the logits z_t of a router, and let p_ti be its scores, which add up to 1: the
+softmax of z_t, or sigmoid(z_ti) / sum_j sigmoid(z_tj) where the router weights experts by sigmoids. Of each layer
+
+    global    E sum_i f_i P_i,   f_i = (tokens of the step that chose i) / n,   P_i = sum_t p_ti / n      (2101.03961, 2501.11873)
+    sequence  sum_i f_i P_i of each sequence of T tokens, f_i = E / (k T) (tokens of it that chose i)     (2412.19437, 17 to 20)
+    z         sum_t logsumexp(z_t)^2 / n                                                                  (2202.08906)
+
+and the loss is the mean over layers, of `sequence` over the sequences of the step, too. f has no gradient. So with f of the
+whole step, which a pass without gradient counts before the first backward, `global` is a sum over tokens like the others: each
+micro-batch adds its own. `bias` is no loss: after the step b_i += u sign(mean load - load_i) moves the bias with which the
+router chooses (2408.15664). Tokens count that are trained, as in the loss of tokens: no prompts, no padding.
+"""
+
+import dataclasses
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from samestep._internals.transformers_models import find_routers
+from samestep.errors import RunError, UsageError
+from samestep.step.batch_norm import StepStatistics
+from samestep.step.exact_sum import add_exactly
+from samestep.training.capacity import is_out_of_memory
+from samestep.training.launch import waits_in_forward
+from samestep.training.parts import Part
+from samestep.training.reduction import RepeatStep, Unrepeatable
+from samestep.training.report import round_to_6
+from samestep.training.run import Run
+from samestep.training.run_step import RunStep
+
+BIAS = "e_score_correction_bias"
+"""Name in transformers of the bias with which a router chooses, and does not weight, experts."""
+FITS = 0.05
+"""Largest difference of the logarithms of a router's weights from those of scores, which 16 bits may round."""
+Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What a router returns: logits [tokens, E], weights and indices [tokens, k] of the chosen experts."""
+
+
+@dataclasses.dataclass
+class Noted:
+    """What this process's micro-batches of a step have added up so far.
+
+    Attributes:
+        loads: int64 [E] of each layer, how many tokens chose an expert; empty: nothing yet.
+        values: of each micro-batch, floating [2]: its part of the router loss, and of the z-loss, without their weights.
+    """
+
+    loads: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    values: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class RouterLoss(StepStatistics):
+    """Adds to a micro-batch's loss its part of the whole step's router loss.
+
+    Args:
+        model: of sequences, without DistributedDataParallel around it; `locate_targets` says which tokens count.
+        kind: global, sequence, bias; None: the z-loss alone.
+        weight: of the loss; of bias its update rate u.
+        z_weight: weight of the z-loss; 0: none.
+        can_repeat: whether a step is done again in smaller micro-batches when memory runs out.
+        is_lockstep: whether a process's forward waits for the others', so that one that failed cannot tell them.
+
+    Attributes:
+        noted: of the present step.
+
+    Raises:
+        UsageError: the model has no routers, or none that this can balance.
+    """
+
+    replays_noise = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str | None,
+        weight: float | None,
+        z_weight: float = 0.0,
+        *,
+        can_repeat: bool = True,
+        is_lockstep: bool = False,
+    ):
+        self.model, self.kind, self.weight, self.z_weight = model, kind, weight, z_weight
+        self.can_repeat, self.is_lockstep = can_repeat, is_lockstep
+        self.routers = find_routers(model)
+        self.name = type(getattr(model, "causal_lm", model)).__name__
+        if not self.routers:
+            raise self._refuse("has no routers that transformers names: set it to null, or choose a mixture of experts")
+        if kind == "bias" and not all(BIAS in router.state_dict() for router in self.routers):
+            raise self._refuse("has routers without a bias to choose by: set it to global or sequence")
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.group = None if is_alone else dist.new_group()  # its collectives must not mix with DistributedDataParallel's
+        self.noted = Noted()
+        self._sizes: list[int] | None = None  # E of each layer; None: no router has been seen yet
+        self._has_sigmoid = False
+        self._loads: list[torch.Tensor] = []  # of the whole step, int64 [E] of each layer; empty: not known yet
+        self._is_open, self._outputs, self._micro_batch = False, [], None
+        self._hooks = [
+            model.register_forward_pre_hook(self._open, with_kwargs=True),
+            *(router.register_forward_hook(self._capture) for router in self.routers),
+            model.register_forward_hook(self._shut),
+        ]
+
+    def is_needed(self, num_micro_batches: int, is_exact: bool) -> bool:
+        return True
+
+    def prepare(self, micro_batches: Any, loss: Any, *, numbers: Any = None, num_cells: int | None = None) -> None:
+        """Count what the loss needs to know of the whole step. Called by all processes.
+
+        Args:
+            micro_batches: this process's, with the noise with which they are trained.
+            loss, num_cells: not used.
+            numbers: places of the micro-batches in the step; None: bits may depend on the cut.
+        """
+        self.noted, self._loads = Noted(), []
+        if self._sizes is None:
+            self._look(micro_batches)
+        # In one micro-batch of one process the forward of the training has the loads itself
+        is_passed = self.kind == "global" and not (self.group is None and len(micro_batches) == 1 and numbers is None)
+        totals, error = torch.zeros(4 + sum(self._sizes) * is_passed, dtype=torch.int64, device=self._device), None
+        try:
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                for micro_batch in micro_batches:
+                    rows, sequences, num_sequences = self.model.locate_targets(micro_batch)
+                    totals[2] += len(rows)
+                    totals[3] += torch.zeros(num_sequences, device=self._device).index_fill(0, sequences, 1).sum().long()
+                    if is_passed:
+                        totals[4:] += torch.cat(_count(self._run_forward(micro_batch), rows))
+        except Exception as failure:
+            error = failure
+        totals = self._agree(totals, error)
+        self._num_tokens, self._num_sequences = totals[2:4].clamp(min=1)
+        if is_passed:
+            self._loads = list(totals[4:].split(self._sizes))
+
+    def correction(self) -> torch.Tensor:
+        """Return the part of the router loss of the latest forward's micro-batch, scalar. To be called once per forward."""
+        outputs, micro_batch = self._outputs, self._micro_batch
+        self._outputs, self._micro_batch = [], None
+        rows, sequences, num_sequences = self.model.locate_targets(micro_batch)
+        loads = _count(outputs, rows)
+        values = []
+        for (logits, _, indices), load in zip(outputs, self._loads or loads, strict=True):
+            z = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
+            balance = z.new_zeros(())
+            if self.kind == "global":
+                shares = load.to(z) / self._num_tokens
+                balance = z.shape[1] * (shares * self._score(z).sum(0)).sum() / self._num_tokens
+            elif self.kind == "sequence":
+                scores = self._score(z)
+                balance = _balance_sequences(scores, indices[rows], sequences, num_sequences) / self._num_sequences
+            z_loss = z.logsumexp(1).square().sum() / self._num_tokens if self.z_weight else z.new_zeros(())
+            values.append(torch.stack([balance, z_loss]))
+        value = torch.stack(values).mean(0)
+        self.noted.loads = [sum(pair) for pair in zip(self.noted.loads or [0] * len(loads), loads, strict=True)]
+        self.noted.values.append(value.detach())
+        weight = 0.0 if self.weight is None or self.kind == "bias" else self.weight
+        return weight * value[0] + self.z_weight * value[1]
+
+    def finish(self) -> None:
+        """Add up the loads of all processes, where biases follow them."""
+        if self.kind == "bias":
+            loads = torch.cat(self.noted.loads)
+            if self.group is not None:
+                dist.all_reduce(loads, group=self.group)
+            self._loads = list(loads.split(self._sizes))
+
+    @torch.no_grad()
+    def move_biases(self, is_taken: torch.Tensor) -> None:
+        """Move the biases after the step: b_i += u sign(mean load - load_i).
+
+        Args:
+            is_taken: bool scalar on the device, whether the optimizer has taken the step.
+        """
+        if self.kind != "bias":
+            return
+        for router, loads in zip(self._called, self._loads, strict=True):
+            bias = getattr(router, BIAS)
+            bias += self.weight * torch.sign(loads.sum() - len(loads) * loads).to(bias) * is_taken
+
+    def close(self) -> None:
+        """Let go of the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -------------------------------------------------------------------------------------------------- what routers say
+
+    def _open(self, model: nn.Module, arguments: tuple, micro_batch: dict[str, Any]) -> None:
+        """Begin to note what routers return: not in evaluations, nor where activations are computed again."""
+        self._is_open, self._outputs, self._micro_batch = model.training, [], micro_batch
+        self._called: list[nn.Module] = []
+
+    def _capture(self, router: nn.Module, arguments: tuple, output: Output) -> None:
+        if self._is_open:
+            self._outputs.append(output)
+            self._called.append(router)
+
+    def _shut(self, model: nn.Module, arguments: tuple, output: Any) -> None:
+        self._is_open = False
+
+    def _run_forward(self, micro_batch: dict[str, Any]) -> list[Output]:
+        """Compute what routers return of a micro-batch, without gradient, and without the head: there are no labels."""
+        with torch.no_grad():
+            self.model(**{name: value[:0] if "label" in name else value for name, value in micro_batch.items()})
+        outputs, self._outputs, self._micro_batch = self._outputs, [], None
+        return outputs
+
+    def _look(self, micro_batches: Iterable[dict[str, Any]]) -> None:
+        """Look at what routers return of the first micro-batch: the experts of each layer, and what scores them."""
+        votes, error, outputs = torch.zeros(4, dtype=torch.int64, device=self._device), None, []
+        try:
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                outputs = self._run_forward(next(iter(micro_batches)))
+            if not outputs or not all(map(_is_known, outputs)):
+                raise self._refuse(
+                    "has routers that do not return logits [tokens, experts], weights and indices [tokens, chosen]: set it to "
+                    "null, or update transformers"
+                )
+            votes[2:] = sum(_compare_scores(*output) for output in outputs)
+        except Exception as failure:
+            error = failure
+        num_softmax, num_sigmoid = self._agree(votes, error)[2:].tolist()
+        self._has_sigmoid = num_sigmoid > num_softmax
+        self._sizes = [logits.shape[1] for logits, _, _ in outputs]
+
+    def _score(self, z: torch.Tensor) -> torch.Tensor:
+        return F.softmax(F.logsigmoid(z) if self._has_sigmoid else z, dim=1)
+
+    def _agree(self, totals: torch.Tensor, error: Exception | None) -> torch.Tensor:
+        """Add up integers over all processes, the first two of which say whether memory ran out, or anything else failed."""
+        if error is not None:
+            if self.is_lockstep:
+                raise error
+            totals = torch.zeros_like(totals)
+            totals[0 if is_out_of_memory(error) else 1] = 1
+        if self.group is not None:
+            dist.all_reduce(totals, group=self.group)
+        if error is None and self.group is None:
+            return totals
+        is_out, has_failed = totals[:2].tolist()
+        if is_out and not has_failed and self.can_repeat:
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)
+            raise RepeatStep
+        if error is not None:
+            raise error
+        if is_out or has_failed:
+            raise RunError("another process failed while the loads of experts were counted")
+        return totals
+
+    def _refuse(self, problem: str) -> UsageError:
+        field = f"router_loss is {self.kind}" if self.kind else f"router_z_loss_weight is {self.z_weight:g}"
+        return UsageError(f"{field}, but {self.name} {problem}")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+class RouterLoad(Part):
+    """Has a run's router loss, and writes its value and the load of experts into the lines of metrics.jsonl.
+
+    `max_expert_load` is the largest load over the mean one, `unused_experts` the number of experts that no counted token of the
+    step has chosen; both by layer.
+    """
+
+    def __init__(self, run: Run):
+        self.run, recipe = run, run.recipe
+        self.loss = RouterLoss(
+            run.bare_model,
+            recipe.router_loss,
+            recipe.router_loss_weight,
+            recipe.router_z_loss_weight,
+            can_repeat=not isinstance(run.reduction, Unrepeatable),
+            is_lockstep=waits_in_forward(run.accelerator, run.network.model),
+        )
+        self.pending: dict[int, Noted] = {}
+
+    def end_step(self, step: RunStep) -> None:
+        self.pending[step.index + 1] = self.loss.noted
+        has_skipped = self.run.log.not_finite.has_come > 0  # as the optimizer did
+        self.loss.move_biases(~has_skipped & step.grad_norm.isfinite())
+
+    def read(self, number: int) -> tuple[list[list[int]], list[list[float]]]:
+        noted = self.pending.pop(number)
+        return [loads.tolist() for loads in noted.loads], [value.tolist() for value in noted.values]
+
+    def add_to_line(self, line: dict[str, Any], counts: torch.Tensor, values: Sequence[Any]) -> None:
+        layers = [
+            [sum(numbers) for numbers in zip(*layer, strict=True)]
+            for layer in zip(*(loads for loads, _ in values if loads), strict=True)
+        ]
+        losses = [add_exactly(parts) for parts in zip(*(value for _, parts in values for value in parts), strict=True)]
+        if self.loss.kind in ("global", "sequence"):
+            line["router_loss"] = round_to_6(losses[0])
+        if self.loss.z_weight:
+            line["router_z_loss"] = round_to_6(losses[1])
+        line["max_expert_load"] = [round(max(loads) * len(loads) / max(1, sum(loads)), 3) for loads in layers]
+        line["unused_experts"] = [loads.count(0) for loads in layers]
+
+    def close(self) -> None:
+        self.loss.close()
+
+
+def _is_known(output: Any) -> bool:
+    """Tell whether a router returned logits [tokens, E], weights and indices [tokens, k]."""
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, torch.Tensor) for part in output):
+        return False
+    logits, weights, indices = output
+    has_shapes = logits.ndim == indices.ndim == 2 and len(logits) == len(indices) and weights.shape == indices.shape
+    return has_shapes and logits.is_floating_point() and not indices.is_floating_point()
+
+
+def _compare_scores(logits: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Count the tokens whose experts are weighted as softmax would, and as sigmoids would; int64 [2].
+
+    A router may divide its weights by their sum, and multiply them: with k > 1 ratios are compared. What fits both counts for
+    the nearer one if it is nearer by half.
+    """
+    z, own = logits.double(), weights.double().log()
+    errors = []
+    for scores in (z.log_softmax(1), F.logsigmoid(z)):
+        difference = own - scores.gather(1, indices)
+        if indices.shape[1] > 1:
+            difference = difference - difference.mean(1, keepdim=True)
+        errors.append(difference.abs().amax(1))
+    soft, sigmoid = errors
+    return torch.stack([(a <= FITS).logical_and(a < b / 2).sum() for a, b in ((soft, sigmoid), (sigmoid, soft))])
+
+
+def _count(outputs: Sequence[Output], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Count of each layer how many tokens of `rows` chose an expert, int64 [E] each."""
+    loads = []
+    for logits, _, indices in outputs:
+        chosen = indices[rows].flatten()
+        empty = chosen.new_zeros(logits.shape[1])
+        loads.append(empty.index_add(0, chosen, torch.ones_like(chosen)))
+    return loads
+
+
+def _balance_sequences(
+    scores: torch.Tensor, indices: torch.Tensor, sequences: torch.Tensor, num_sequences: int
+) -> torch.Tensor:
+    """Add up over sequences sum_i f_i P_i, scalar.
+
+    Args:
+        scores: [tokens, E].
+        indices: int64 [tokens, k].
+        sequences: int64 [tokens], number of each one's sequence.
+        num_sequences: Q; those without tokens count nothing.
+    """
+    num_experts, num_chosen = scores.shape[1], indices.shape[1]
+    empty = scores.new_zeros(num_sequences, num_experts)
+    chosen = torch.zeros_like(scores, requires_grad=False).scatter(1, indices, 1.0)
+    loads, sums = empty.index_add(0, sequences, chosen), empty.index_add(0, sequences, scores)
+    lengths = (loads.sum(1) / num_chosen).clamp(min=1)
+    return ((loads * sums).sum(1) * num_experts / (num_chosen * lengths.square())).sum()
