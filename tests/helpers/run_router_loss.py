@@ -82,9 +82,7 @@ def make_micro_batch(sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> dict
         "ends": torch.tensor(ends, dtype=torch.int32),
         "labels": tokens[index],
         "label_index": index - 1,
-        "label_sequence": torch.cat(
-            [torch.full_like(place, number) for number, place in enumerate(places)] or [index]
-        ),
+        "label_sequence": torch.cat([torch.full_like(place, number) for number, place in enumerate(places)] or [index]),
     }
 
 

@@ -95,7 +95,9 @@ class RouterLoss(StepStatistics):
         if kind == "bias" and not all(BIAS in router.state_dict() for router in self.routers):
             raise self._refuse("has routers without a bias to choose by: set it to global or sequence")
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.group = None if is_alone else dist.new_group()  # its collectives must not mix with DistributedDataParallel's
+        self.group = (
+            None if is_alone else dist.new_group()
+        )  # its collectives must not mix with DistributedDataParallel's
         self.noted = Noted()
         self._sizes: list[int] | None = None  # E of each layer; None: no router has been seen yet
         self._has_sigmoid = False
@@ -129,7 +131,9 @@ class RouterLoss(StepStatistics):
                 for micro_batch in micro_batches:
                     rows, sequences, num_sequences = self.model.locate_targets(micro_batch)
                     totals[2] += len(rows)
-                    totals[3] += torch.zeros(num_sequences, device=self._device).index_fill(0, sequences, 1).sum().long()
+                    totals[3] += (
+                        torch.zeros(num_sequences, device=self._device).index_fill(0, sequences, 1).sum().long()
+                    )
                     if is_passed:
                         totals[4:] += torch.cat(_count(self._run_forward(micro_batch), rows))
         except Exception as failure:

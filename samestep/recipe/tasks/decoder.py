@@ -113,8 +113,10 @@ class ExpertsRecipe(Recipe):
 
     rules = rows(
         Rule(
-            lambda f: f.router_loss is not None and f.router_loss_weight is None and (
-                {"global": 0.01, "sequence": 0.0001, "bias": 0.001}[f.router_loss]
+            lambda f: (
+                f.router_loss is not None
+                and f.router_loss_weight is None
+                and ({"global": 0.01, "sequence": 0.0001, "bias": 0.001}[f.router_loss])
             ),
             "router_loss is {f.router_loss}, but router_loss_weight is null",
             "set it, for example to {found}",
