@@ -271,7 +271,7 @@ class CausalLmSums(SummedLosses):
         """Locate the trained tokens of a micro-batch, arguments of `forward`, in the rows of tokens that layers compute.
 
         Returns:
-            int64 [m] each, the row of the token before each trained one, and the number of its sequence; the number of sequences.
+            int64 [m] each: the row of the token before each trained one, its sequence; and the number of sequences.
         """
         place, sequence, ends = micro_batch["label_index"], micro_batch["label_sequence"], micro_batch["ends"]
         return self._find_rows(place, micro_batch), sequence, len(ends) - 1
