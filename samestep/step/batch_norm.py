@@ -133,13 +133,18 @@ class StepStatistics:
 
     def prepare(
         self,
-        micro_batches: Sequence[Any],
+        micro_batches: Any,
         loss: Callable[[Any], torch.Tensor],
         *,
         numbers: Sequence[int | None] | None = None,
         num_cells: int | None = None,
     ) -> None:
-        """Find what the layers need to know of a step before its first backward. Called by all processes."""
+        """Find what the layers need to know of a step before its first backward. Called by all processes.
+
+        Args:
+            micro_batches: this process's, to be gone through as often as is needed; they have a length.
+            loss, numbers, num_cells: as of `samestep.contrib.whole_step.WholeStep.prepare`.
+        """
 
     def correction(self) -> torch.Tensor:
         """Return what is added to the loss of the latest forward, a scalar; where its value is 0, only its gradient counts."""

@@ -112,8 +112,9 @@ def compute_truth(name: str, kind: str, dtype: torch.dtype = torch.float32) -> d
         scores = z.sigmoid() / z.sigmoid().sum(1, keepdim=True) if name in SIGMOIDS else z.softmax(1)
         chosen = F.one_hot(indices[rows], z.shape[1]).sum(1)
         loads.append(chosen.sum(0))
+        chosen = chosen.to(z)
         if kind == "global":
-            terms.append(z.shape[1] * (chosen.to(z).mean(0) * scores.mean(0)).sum())
+            terms.append(z.shape[1] * (chosen.mean(0) * scores.mean(0)).sum())
         elif kind == "sequence":
             parts = []
             for owner in owners.unique():
@@ -178,6 +179,25 @@ def take_step(
     return {"gradient": gradient(sums_model), "noted": router_loss.noted, "biases": biases, "model": sums_model}
 
 
+def run_out(rank: int, size: int, can_repeat: bool) -> str:
+    """Let memory run out on the last process while loads are counted; name the error that this process raises."""
+
+    def fail(module, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model = CausalLmSums(build("Mixtral")).train()
+    loss = RouterLoss(model, "global", WEIGHT, can_repeat=can_repeat)
+    micro_batches = [make_micro_batch(make_sequences()[:2])]
+    loss.prepare(micro_batches, None)  # which looks at the routers, too
+    if rank == size - 1:
+        next(iter(loss.routers)).register_forward_pre_hook(fail)
+    try:
+        loss.prepare(micro_batches, None)
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
 def list_cases(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(name, kind) for name in names for kind in (*KINDS, *(["bias"] if name in SIGMOIDS else []))]
 
@@ -192,6 +212,7 @@ def main(folder: str, names: str = ",".join(FAST)) -> None:
             results[name, kind, number] = {"loads": loads, "values": values} | {
                 key: step[key] for key in ("gradient", "biases")
             }
+    results["memory"] = [run_out(rank, size, can_repeat) for can_repeat in (True, False)]
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     os._exit(0)

@@ -3,9 +3,9 @@
 Let token t of a step choose k of E experts by the logits z_t of a router, and let p_ti be its scores, which add up to 1: the
 softmax of z_t, or sigmoid(z_ti) / sum_j sigmoid(z_tj) where the router weights experts by sigmoids. Of each layer
 
-    global    E sum_i f_i P_i,   f_i = (tokens of the step that chose i) / n,   P_i = sum_t p_ti / n      (2101.03961, 2501.11873)
-    sequence  sum_i f_i P_i of each sequence of T tokens, f_i = E / (k T) (tokens of it that chose i)     (2412.19437, 17 to 20)
-    z         sum_t logsumexp(z_t)^2 / n                                                                  (2202.08906)
+    global    E sum_i f_i P_i,   f_i = (tokens of the step that chose i) / n,   P_i = sum_t p_ti / n    (2101.03961, 2501.11873)
+    sequence  sum_i f_i P_i of each sequence of T tokens, f_i = E / (k T) (tokens of it that chose i)   (2412.19437, 17 to 20)
+    z         sum_t logsumexp(z_t)^2 / n                                                                (2202.08906)
 
 and the loss is the mean over layers, of `sequence` over the sequences of the step, too. f has no gradient. So with f of the
 whole step, which a pass without gradient counts before the first backward, `global` is a sum over tokens like the others: each
@@ -102,7 +102,9 @@ class RouterLoss(StepStatistics):
         self._sizes: list[int] | None = None  # E of each layer; None: no router has been seen yet
         self._has_sigmoid = False
         self._loads: list[torch.Tensor] = []  # of the whole step, int64 [E] of each layer; empty: not known yet
-        self._is_open, self._outputs, self._micro_batch = False, [], None
+        self._is_in_step = self._is_open = False
+        self._outputs: list[Output] = []
+        self._micro_batch: dict[str, Any] | None = None
         self._hooks = [
             model.register_forward_pre_hook(self._open, with_kwargs=True),
             *(router.register_forward_hook(self._capture) for router in self.routers),
@@ -120,7 +122,7 @@ class RouterLoss(StepStatistics):
             loss, num_cells: not used.
             numbers: places of the micro-batches in the step; None: bits may depend on the cut.
         """
-        self.noted, self._loads = Noted(), []
+        self.noted, self._loads, self._outputs, self._is_in_step = Noted(), [], [], True
         if self._sizes is None:
             self._look(micro_batches)
         # In one micro-batch of one process the forward of the training has the loads itself
@@ -169,6 +171,7 @@ class RouterLoss(StepStatistics):
 
     def finish(self) -> None:
         """Add up the loads of all processes, where biases follow them."""
+        self._is_in_step = False
         if self.kind == "bias":
             loads = torch.cat(self.noted.loads)
             if self.group is not None:
@@ -196,9 +199,10 @@ class RouterLoss(StepStatistics):
     # -------------------------------------------------------------------------------------------------- what routers say
 
     def _open(self, model: nn.Module, arguments: tuple, micro_batch: dict[str, Any]) -> None:
-        """Begin to note what routers return: not in evaluations, nor where activations are computed again."""
-        self._is_open, self._outputs, self._micro_batch = model.training, [], micro_batch
-        self._called: list[nn.Module] = []
+        """Begin to note what routers return: in a step, but not where activations are computed again."""
+        if self._is_in_step and model.training:
+            self._is_open, self._outputs, self._micro_batch = True, [], micro_batch
+            self._called: list[nn.Module] = []
 
     def _capture(self, router: nn.Module, arguments: tuple, output: Output) -> None:
         if self._is_open:
