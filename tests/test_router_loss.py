@@ -8,7 +8,7 @@ import torch
 import transformers
 from cases import keep, thorough
 from chat_bases import save_base
-from common import all_metrics, load_script, metrics
+from common import all_metrics, fresh_accelerator, metrics
 from compare import check, hash_run, parameters, relative
 from run_router_loss import CONFIGS, CUTS, FAST, SIGMOIDS, WEIGHT
 
@@ -35,9 +35,7 @@ def distance(found: torch.Tensor, true: torch.Tensor) -> float:
 # ------------------------------------------------------------------------------------------------------ beside plain PyTorch
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), keep(steps.list_cases(tuple(CONFIGS)), steps.list_cases((*FAST, "GptOss")))
-)
+@pytest.mark.parametrize(("name", "kind"), keep(steps.list_cases(tuple(CONFIGS)), steps.list_cases((*FAST, "GptOss"))))
 def test_every_cut_is_the_loss_of_one_large_batch(name, kind):
     """GPT-OSS computes in float64 throughout; others normalise in float32."""
     dtypes = {torch.float32: 1e-5} | ({torch.float64: 1e-12} if name == "GptOss" else {})
@@ -57,7 +55,8 @@ def move(name: str, dtype: torch.dtype, loads: list[torch.Tensor]) -> list[torch
     """Move a model's biases by their formula."""
     biases = [buffer for name, buffer in steps.build(name, dtype).named_buffers() if name.endswith(BIAS)]
     return [
-        bias + WEIGHT * torch.sign(load.double().mean() - load).to(bias) for bias, load in zip(biases, loads, strict=True)
+        bias + WEIGHT * torch.sign(load.double().mean() - load).to(bias)
+        for bias, load in zip(biases, loads, strict=True)
     ]
 
 
@@ -125,7 +124,9 @@ def test_only_trained_tokens_count(name):
     assert all(load.sum() == 2 * num_trained for load in loss.noted.loads)
     # The same rows as in a micro-batch of a sequence alone
     together = [logits[rows] for logits, _, _ in seen]
-    for number, first in zip(range(len(sequences)), itertools.accumulate(map(count, sequences), initial=0), strict=False):
+    for number, first in zip(
+        range(len(sequences)), itertools.accumulate(map(count, sequences), initial=0), strict=False
+    ):
         seen.clear()
         alone = steps.make_micro_batch(sequences[number : number + 1])
         with torch.no_grad():
@@ -153,7 +154,9 @@ def test_nothing_to_count_is_no_loss(kind):
     loss.finish()
     loss.move_biases(torch.tensor(True))
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
-    assert all(torch.equal(router.e_score_correction_bias, old) for router, old in zip(loss.routers, before, strict=True))
+    assert all(
+        torch.equal(router.e_score_correction_bias, old) for router, old in zip(loss.routers, before, strict=True)
+    )
     for router in loss.routers:
         router.e_score_correction_bias[:] = torch.tensor([9.0, 9.0, 0.0, 0.0])
     micro_batches = [steps.make_micro_batch(steps.make_sequences())]
@@ -165,7 +168,9 @@ def test_nothing_to_count_is_no_loss(kind):
 
 def test_what_cannot_be_balanced_is_said_in_one_line():
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**steps.BASE))
-    with pytest.raises(UsageError, match=r"^router_loss is global, but LlamaForCausalLM has no routers that .*: set it to null"):
+    with pytest.raises(
+        UsageError, match=r"^router_loss is global, but LlamaForCausalLM has no routers that .*: set it to null"
+    ):
         RouterLoss(CausalLmSums(llama), "global", 0.1)
     with pytest.raises(UsageError, match=r"^router_z_loss_weight is 0.1, but LlamaForCausalLM has no routers"):
         RouterLoss(CausalLmSums(llama), None, None, 0.1)
@@ -178,3 +183,167 @@ def test_what_cannot_be_balanced_is_said_in_one_line():
         router.forward = lambda hidden: (hidden, hidden, hidden)
     with pytest.raises(UsageError, match="has routers that do not return logits"):
         loss.prepare([steps.make_micro_batch(steps.make_sequences())], None)
+
+
+# --------------------------------------------------------------------------------------------------------------- in the scripts
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Of each model, the flags that fine-tune it."""
+    found = {}
+    for name, kind in KINDS.items():
+        fields = {field: value for field, value in CONFIGS[name].items() if not field.endswith("_token_id")}
+        del fields["vocab_size"], fields["max_position_embeddings"]
+        found[name] = WEIGHTS + str(save_base(tmp_path_factory.mktemp(name), kind, **fields))
+    return found
+
+
+@pytest.fixture
+def finetune(train):
+    def run(name, flags, **options):
+        return train(name, flags, program=PROGRAM, **options)
+
+    return run
+
+
+def experts_of(folder) -> list[list]:
+    return [[line["max_expert_load"], line["unused_experts"]] for line in metrics(folder)]
+
+
+def biases_of(folder) -> torch.Tensor:
+    tensors = read(checkpoints(folder)[-1], "model")
+    return torch.stack([tensor for name, tensor in sorted(tensors.items()) if name.endswith(BIAS)])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "more"), [("DeepseekV3", BIASED), thorough("Mixtral", GLOBAL)])
+def test_a_run_moves_between_numbers_of_processes(finetune, train_on, bases, name, more):
+    """Biases, too, are in its checkpoints."""
+    flags = bases[name] + more
+    whole = finetune("whole", f"{flags} --per_device_train_batch_size 10")
+    assert [set(line) >= {"max_expert_load", "unused_experts"} for line in metrics(whole)] == [True] * 4
+    moved = finetune("finetune_causal_lm/moved", f"{flags} --per_device_train_batch_size 3 --stop_after_step 1")
+    for num_processes, last in ((2, 2), (3, 4)):
+        resumed = f"{flags} --per_device_train_batch_size 2 --stop_after_step {last} --resume_from_checkpoint latest"
+        train_on(num_processes, {f"{PROGRAM}/moved": resumed})
+    check(moved, whole, "float32")
+    assert experts_of(moved) == experts_of(whole)
+    if more == BIASED:
+        assert torch.equal(biases_of(moved), biases_of(whole))
+        steps_moved = biases_of(whole) / 0.01
+        assert steps_moved.abs().max() <= 4 + 1e-4 and steps_moved.abs().max() > 1
+        torch.testing.assert_close(steps_moved, steps_moved.round(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.distributed
+def test_a_process_without_samples(finetune, train_on, bases):
+    runs = {
+        name: f"{bases[name]}{more} --global_batch_size 2 --per_device_train_batch_size 1 --max_train_steps 2"
+        for name, more in (("Mixtral", GLOBAL), ("DeepseekV3", BIASED))
+    }
+    folder = train_on(3, {f"{PROGRAM}/{name}": flags for name, flags in runs.items()}) / PROGRAM
+    for name, flags in runs.items():
+        whole = finetune(name, flags.replace("batch_size 1", "batch_size 2"))
+        check(folder / name, whole, "float32")
+        assert experts_of(folder / name) == experts_of(whole)
+
+
+@pytest.mark.distributed
+def test_the_bits_are_the_same_on_any_number_of_processes(finetune, train_on, bases):
+    runs = {
+        name: f"{bases[name]}{more} --reproducible 3" for name, more in (("Mixtral", GLOBAL), ("DeepseekV3", BIASED))
+    }
+    folder = train_on(2, {f"{PROGRAM}/{name}": flags for name, flags in runs.items()}) / PROGRAM
+    for name, flags in runs.items():
+        assert hash_run(folder / name) == hash_run(finetune(name, flags))
+
+
+CASES = {
+    "lora": ("Mixtral", f"{GLOBAL} --lora_rank 4 --lora_alpha 8 --lora_dropout 0.1 --lora_targets q_proj v_proj"),
+    "checkpointing": ("Mixtral", f"{GLOBAL} --gradient_checkpointing"),
+    "sequence": ("DeepseekV3", f"{GLOBAL.replace('global', 'sequence')} --loss_weighting sample"),
+    "dpo": ("Mixtral", f"{GLOBAL} --objective dpo --dataset_name builtin/drawn_pairs --train_on completions"),
+    "reward": ("Mixtral", f"{GLOBAL} --objective reward --dataset_name builtin/drawn_pairs --train_on completions"),
+    "orpo": ("DeepseekV3", f"{BIASED} --objective orpo --dataset_name builtin/drawn_pairs --train_on completions"),
+}
+
+
+@pytest.mark.parametrize("case", keep(CASES, ["lora"]))
+def test_every_cut_in_time_is_the_same_run(finetune, bases, case):
+    name, more = CASES[case]
+    whole, cut = (
+        finetune(f"cut{size}", f"{bases[name]}{more} --per_device_train_batch_size {size}") for size in (10, 3)
+    )
+    check(cut, whole, "float32")
+    assert experts_of(cut) == experts_of(whole)
+    for flags in (GLOBAL, GLOBAL.replace("global", "sequence"), BIASED):
+        more = more.replace(flags, "")
+    without = finetune("without", f"{bases[name]}{more} --per_device_train_batch_size 10")
+    assert relative(parameters(without), parameters(whole)) > 1e-4, "the loss of routers does something"
+
+
+@pytest.mark.thorough
+def test_gradients_that_go_into_moments_at_once(finetune, bases):
+    """The first moments are of the gradient of the step."""
+    flags = f"{bases['Mixtral']}{GLOBAL} --accumulation optimizer --second_moment unbiased --max_grad_norm none"
+    moments = []
+    for size in (10, 3):
+        folder = finetune(f"folded{size}", f"{flags} --max_train_steps 1 --per_device_train_batch_size {size}")
+        tensors = read(checkpoints(folder)[-1], "optimizer")
+        moments.append(torch.cat([m.flatten() for name, m in sorted(tensors.items()) if name.endswith("/exp_avg")]))
+    assert distance(*moments) < 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_sharded_weights_take_the_same_steps(finetune, train_on, bases):
+    """FSDP2 on two processes, from one process's checkpoint and to it."""
+    for name, more in (("Mixtral", GLOBAL), ("DeepseekV3", BIASED)):
+        flags = bases[name] + more
+        whole = finetune(f"whole {name}".replace(" ", "_"), f"{flags} --per_device_train_batch_size 10")
+        moved = f"{PROGRAM}/{name}"
+        folder = finetune(moved, f"{flags} --per_device_train_batch_size 3 --stop_after_step 1")
+        resumed = f"{flags} --per_device_train_batch_size 3 --resume_from_checkpoint latest --stop_after_step"
+        train_on(2, {moved: f"{resumed} 3"}, "fsdp2_2xcpu")
+        check(finetune(moved, f"{resumed} 4"), whole, "float32")
+        assert experts_of(folder) == experts_of(whole)
+
+
+@pytest.mark.thorough
+def test_pretraining_balances_experts(scripts, corpus, tmp_path):
+    """In rows of documents, of which every token is trained."""
+    flags = (
+        "--recipe gpt_modern_small_cpu --architecture mixtral --vocab_size 400 --block_size 48 --max_position_embeddings 48 "
+        "--hidden_size 32 --num_hidden_layers 2 --num_attention_heads 2 --num_key_value_heads none --intermediate_size 48 "
+        "--zero_init_projections false --max_train_steps 3 --num_warmup_steps 1 --global_batch_size 10 --document_mask true --speed safe"
+    )
+    for kind in ("global", "sequence"):
+        folders = [tmp_path / f"{kind}{size}" for size in (10, 3)]
+        for folder, size in zip(folders, (10, 3), strict=True):
+            fresh_accelerator()
+            more = f"{GLOBAL.replace('global', kind)} --per_device_train_batch_size {size}"
+            argv = f"{flags}{more} --train_file {corpus} --output_dir {folder}"
+            scripts["pretrain_gpt2"].main(argv.split())
+        check(folders[1], folders[0], "float32")
+        assert experts_of(folders[1]) == experts_of(folders[0])
+
+
+def test_memory_that_runs_out_while_loads_are_counted(finetune, bases, after_forward):
+    """The step is done again in smaller micro-batches, from its loads on."""
+    whole = finetune("whole", f"{bases['Mixtral']}{GLOBAL} --per_device_train_batch_size 10")
+    seen = []
+
+    def fail(model, outputs, **micro_batch):
+        if not torch.is_grad_enabled() and model.training:
+            seen.append(len(micro_batch["ends"]) - 1)
+            if len(seen) > 4 and seen[-1] > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    after_forward(CausalLmSums, fail)
+    cut = finetune("cut", f"{bases['Mixtral']}{GLOBAL} --per_device_train_batch_size 5")
+    events = [line for line in all_metrics(cut) if "event" in line]
+    assert [line["event"] for line in events] == ["memory ran out: the step is done again in smaller micro-batches"]
+    assert max(seen) == 5
+    assert seen[-4:] == [3, 3, 3, 1]
+    check(cut, whole, "float32")

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from samestep._internals.transformers_models import find_routers
 from samestep.errors import RunError, UsageError
@@ -292,8 +293,8 @@ class RouterLoad(Part):
 
     def end_step(self, step: RunStep) -> None:
         self.pending[step.index + 1] = self.loss.noted
-        has_skipped = self.run.log.not_finite.has_come > 0  # as the optimizer did
-        self.loss.move_biases(~has_skipped & step.grad_norm.isfinite())
+        is_taken = (self.run.log.not_finite.has_come == 0) & step.grad_norm.isfinite()  # by the optimizer
+        self.loss.move_biases(is_taken.full_tensor() if isinstance(is_taken, DTensor) else is_taken)
 
     def read(self, number: int) -> tuple[list[list[int]], list[list[float]]]:
         noted = self.pending.pop(number)
