@@ -268,20 +268,12 @@ class CausalLmSums(SummedLosses):
         return packing.row_hidden(self.causal_lm, input_ids, position_ids, row)[:num_tokens]
 
     def locate_targets(self, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Locate the trained tokens of a micro-batch, arguments of `forward`, in the rows of tokens that layers compute.
-
-        Returns:
-            int64 [m] each: the row of the token before each trained one, its sequence; and the number of sequences.
-        """
-        place, sequence, ends = micro_batch["label_index"], micro_batch["label_sequence"], micro_batch["ends"]
-        return self._find_rows(place, micro_batch), sequence, len(ends) - 1
-
-    def _find_rows(self, place: torch.Tensor, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-        """Find the rows that layers compute of tokens at places of the micro-batch, in which sequences lie end to end."""
-        if not self.is_padded:
-            return place
-        num_tokens = micro_batch["input_ids"].shape[1]
-        return Sequences(micro_batch["ends"], num_tokens + 1, num_tokens).rows().place[place]
+        """Locate the trained tokens of a micro-batch: the rows in layers of the tokens before them, int64 [m], and the number
+        of each one's sequence; and count the sequences. Arguments as of `forward`."""
+        place, ends = micro_batch["label_index"], micro_batch["ends"]
+        if self.is_padded:
+            place = packing.find_padded(place, ends, micro_batch["input_ids"].shape[1])
+        return place, micro_batch["label_sequence"], len(ends) - 1
 
     def _name_rows(self, row: Sequences, ends: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Tell the noise which rows of the tensors are which tokens of which samples. A pair's sequences are one sample."""

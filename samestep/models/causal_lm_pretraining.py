@@ -74,7 +74,7 @@ class PretrainingSums(CausalLmSums):
         ends = micro_batch["ends"]
         place = torch.arange(len(micro_batch["labels"]), device=ends.device)
         sequence = torch.searchsorted(ends[1:], place.to(ends.dtype), right=True)
-        return self._find_rows(place, micro_batch), sequence, len(ends) - 1
+        return super().locate_targets({**micro_batch, "label_index": place, "label_sequence": sequence})
 
     @torch.no_grad()
     def _zero_projections(self, architecture: str) -> None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.contrib.whole_batch.router_loss import BIAS, RouterLoss
+from samestep.contrib.whole_batch.router_loss import RouterLoss
+from samestep.contrib.whole_batch.routers import BIAS
 from samestep.models.causal_lm import CausalLmSums
 from samestep.step.noise import noise_by_sample
 
@@ -190,7 +191,7 @@ def run_out(rank: int, size: int, can_repeat: bool) -> str:
     micro_batches = [make_micro_batch(make_sequences()[:2])]
     loss.prepare(micro_batches, None)  # which looks at the routers, too
     if rank == size - 1:
-        next(iter(loss.routers)).register_forward_pre_hook(fail)
+        next(iter(loss.routers.modules)).register_forward_pre_hook(fail)
     try:
         loss.prepare(micro_batches, None)
     except Exception as error:

@@ -19,7 +19,7 @@ WAYS = (
         "leave torch_compile out",
     ),
 )
-"""What cannot be together with any loss of routers, why, and what to do instead."""
+"""Tests of what excludes any loss of routers, why, and what to do instead."""
 
 RULES = [
     *each(

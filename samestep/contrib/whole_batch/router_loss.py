@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep._internals.transformers_models import find_routers
+from samestep.contrib.whole_batch.routers import BIAS, Output, Routers, compare_scores, is_known
 from samestep.errors import RunError, UsageError
 from samestep.step.batch_norm import StepStatistics
 from samestep.step.exact_sum import add_exactly
@@ -36,17 +36,10 @@ from samestep.training.report import round_to_6
 from samestep.training.run import Run
 from samestep.training.run_step import RunStep
 
-BIAS = "e_score_correction_bias"
-"""Name in transformers of the bias with which a router chooses, and does not weight, experts."""
-FITS = 0.05
-"""Largest difference of the logarithms of a router's weights from those of scores, which 16 bits may round."""
-Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a router returns: logits [tokens, E], weights and indices [tokens, k] of the chosen experts."""
-
 
 @dataclasses.dataclass
 class Noted:
-    """What this process's micro-batches of a step have added up so far.
+    """Sums over this process's micro-batches of a step so far.
 
     Attributes:
         loads: int64 [E] of each layer, how many tokens chose an expert; empty: nothing yet.
@@ -87,30 +80,20 @@ class RouterLoss(StepStatistics):
         can_repeat: bool = True,
         is_lockstep: bool = False,
     ):
-        self.model, self.kind, self.weight, self.z_weight = model, kind, weight, z_weight
+        self.kind, self.weight, self.z_weight = kind, weight, z_weight
         self.can_repeat, self.is_lockstep = can_repeat, is_lockstep
-        self.routers = find_routers(model)
-        self.name = type(getattr(model, "causal_lm", model)).__name__
-        if not self.routers:
+        self.routers, self.noted = Routers(model), Noted()
+        if not self.routers.modules:
             raise self._refuse("has no routers that transformers names: set it to null, or choose a mixture of experts")
-        if kind == "bias" and not all(BIAS in router.state_dict() for router in self.routers):
+        if kind == "bias" and not all(BIAS in router.state_dict() for router in self.routers.modules):
             raise self._refuse("has routers without a bias to choose by: set it to global or sequence")
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = (
             None if is_alone else dist.new_group()
         )  # its collectives must not mix with DistributedDataParallel's
-        self.noted = Noted()
         self._sizes: list[int] | None = None  # E of each layer; None: no router has been seen yet
         self._has_sigmoid = False
         self._loads: list[torch.Tensor] = []  # of the whole step, int64 [E] of each layer; empty: not known yet
-        self._is_in_step = self._is_open = False
-        self._outputs: list[Output] = []
-        self._micro_batch: dict[str, Any] | None = None
-        self._hooks = [
-            model.register_forward_pre_hook(self._open, with_kwargs=True),
-            *(router.register_forward_hook(self._capture) for router in self.routers),
-            model.register_forward_hook(self._shut),
-        ]
 
     def is_needed(self, num_micro_batches: int, is_exact: bool) -> bool:
         return True
@@ -123,34 +106,33 @@ class RouterLoss(StepStatistics):
             loss, num_cells: not used.
             numbers: places of the micro-batches in the step; None: bits may depend on the cut.
         """
-        self.noted, self._loads, self._outputs, self._is_in_step = Noted(), [], [], True
-        if self._sizes is None:
-            self._look(micro_batches)
+        self.routers.take()  # of a step that is done again
+        self.noted, self._loads, self.routers.is_in_step = Noted(), [], True
+        sizes = self._look(micro_batches) if self._sizes is None else self._sizes
         # In one micro-batch of one process the forward of the training has the loads itself
         is_passed = self.kind == "global" and not (self.group is None and len(micro_batches) == 1 and numbers is None)
-        totals, error = torch.zeros(4 + sum(self._sizes) * is_passed, dtype=torch.int64, device=self._device), None
+        totals, error = torch.zeros(4 + sum(sizes) * is_passed, dtype=torch.int64, device=self._device), None
         try:
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 for micro_batch in micro_batches:
-                    rows, sequences, num_sequences = self.model.locate_targets(micro_batch)
+                    rows, sequences, num_sequences = self.routers.model.locate_targets(micro_batch)
                     totals[2] += len(rows)
                     totals[3] += (
                         torch.zeros(num_sequences, device=self._device).index_fill(0, sequences, 1).sum().long()
                     )
                     if is_passed:
-                        totals[4:] += torch.cat(_count(self._run_forward(micro_batch), rows))
+                        totals[4:] += torch.cat(_count(self.routers.run(micro_batch), rows))
         except Exception as failure:
             error = failure
         totals = self._agree(totals, error)
         self._num_tokens, self._num_sequences = totals[2:4].clamp(min=1)
         if is_passed:
-            self._loads = list(totals[4:].split(self._sizes))
+            self._loads = list(totals[4:].split(sizes))
 
     def correction(self) -> torch.Tensor:
         """Return the part of the router loss of the latest forward's micro-batch, scalar. To be called once per forward."""
-        outputs, micro_batch = self._outputs, self._micro_batch
-        self._outputs, self._micro_batch = [], None
-        rows, sequences, num_sequences = self.model.locate_targets(micro_batch)
+        outputs, micro_batch = self.routers.take()
+        rows, sequences, num_sequences = self.routers.model.locate_targets(micro_batch)
         loads = _count(outputs, rows)
         values = []
         for (logits, _, indices), load in zip(outputs, self._loads or loads, strict=True):
@@ -172,12 +154,12 @@ class RouterLoss(StepStatistics):
 
     def finish(self) -> None:
         """Add up the loads of all processes, where biases follow them."""
-        self._is_in_step = False
+        self.routers.is_in_step = False
         if self.kind == "bias":
             loads = torch.cat(self.noted.loads)
             if self.group is not None:
                 dist.all_reduce(loads, group=self.group)
-            self._loads = list(loads.split(self._sizes))
+            self._loads = list(loads.split([len(layer) for layer in self.noted.loads]))
 
     @torch.no_grad()
     def move_biases(self, is_taken: torch.Tensor) -> None:
@@ -188,55 +170,28 @@ class RouterLoss(StepStatistics):
         """
         if self.kind != "bias":
             return
-        for router, loads in zip(self._called, self._loads, strict=True):
+        for router, loads in zip(self.routers.called, self._loads, strict=True):
             bias = getattr(router, BIAS)
             bias += self.weight * torch.sign(loads.sum() - len(loads) * loads).to(bias) * is_taken
 
-    def close(self) -> None:
-        """Let go of the model."""
-        for hook in self._hooks:
-            hook.remove()
-
-    # -------------------------------------------------------------------------------------------------- what routers say
-
-    def _open(self, model: nn.Module, arguments: tuple, micro_batch: dict[str, Any]) -> None:
-        """Begin to note what routers return: in a step, but not where activations are computed again."""
-        if self._is_in_step and model.training:
-            self._is_open, self._outputs, self._micro_batch = True, [], micro_batch
-            self._called: list[nn.Module] = []
-
-    def _capture(self, router: nn.Module, arguments: tuple, output: Output) -> None:
-        if self._is_open:
-            self._outputs.append(output)
-            self._called.append(router)
-
-    def _shut(self, model: nn.Module, arguments: tuple, output: Any) -> None:
-        self._is_open = False
-
-    def _run_forward(self, micro_batch: dict[str, Any]) -> list[Output]:
-        """Compute what routers return of a micro-batch, without gradient, and without the head: there are no labels."""
-        with torch.no_grad():
-            self.model(**{name: value[:0] if "label" in name else value for name, value in micro_batch.items()})
-        outputs, self._outputs, self._micro_batch = self._outputs, [], None
-        return outputs
-
-    def _look(self, micro_batches: Iterable[dict[str, Any]]) -> None:
-        """Look at what routers return of the first micro-batch: the experts of each layer, and what scores them."""
+    def _look(self, micro_batches: Iterable[dict[str, Any]]) -> list[int]:
+        """Look at what routers return of the first micro-batch, and what scores them; return the experts of each layer."""
         votes, error, outputs = torch.zeros(4, dtype=torch.int64, device=self._device), None, []
         try:
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-                outputs = self._run_forward(next(iter(micro_batches)))
-            if not outputs or not all(map(_is_known, outputs)):
+                outputs = self.routers.run(next(iter(micro_batches)))
+            if not outputs or not all(map(is_known, outputs)):
                 raise self._refuse(
                     "has routers that do not return logits [tokens, experts], weights and indices [tokens, chosen]: set it to "
                     "null, or update transformers"
                 )
-            votes[2:] = sum(_compare_scores(*output) for output in outputs)
+            votes[2:] = sum(compare_scores(*output) for output in outputs)
         except Exception as failure:
             error = failure
         num_softmax, num_sigmoid = self._agree(votes, error)[2:].tolist()
         self._has_sigmoid = num_sigmoid > num_softmax
         self._sizes = [logits.shape[1] for logits, _, _ in outputs]
+        return self._sizes
 
     def _score(self, z: torch.Tensor) -> torch.Tensor:
         return F.softmax(F.logsigmoid(z) if self._has_sigmoid else z, dim=1)
@@ -265,11 +220,12 @@ class RouterLoss(StepStatistics):
 
     def _refuse(self, problem: str) -> UsageError:
         field = f"router_loss is {self.kind}" if self.kind else f"router_z_loss_weight is {self.z_weight:g}"
-        return UsageError(f"{field}, but {self.name} {problem}")
+        model = getattr(self.routers.model, "causal_lm", self.routers.model)
+        return UsageError(f"{field}, but {type(model).__name__} {problem}")
 
     @property
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(self.routers.model.parameters()).device
 
 
 class RouterLoad(Part):
@@ -314,33 +270,7 @@ class RouterLoad(Part):
         line["unused_experts"] = [loads.count(0) for loads in layers]
 
     def close(self) -> None:
-        self.loss.close()
-
-
-def _is_known(output: Any) -> bool:
-    """Tell whether a router returned logits [tokens, E], weights and indices [tokens, k]."""
-    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, torch.Tensor) for part in output):
-        return False
-    logits, weights, indices = output
-    has_shapes = logits.ndim == indices.ndim == 2 and len(logits) == len(indices) and weights.shape == indices.shape
-    return has_shapes and logits.is_floating_point() and not indices.is_floating_point()
-
-
-def _compare_scores(logits: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Count the tokens whose experts are weighted as softmax would, and as sigmoids would; int64 [2].
-
-    A router may divide its weights by their sum, and multiply them: with k > 1 ratios are compared. What fits both counts for
-    the nearer one if it is nearer by half.
-    """
-    z, own = logits.double(), weights.double().log()
-    errors = []
-    for scores in (z.log_softmax(1), F.logsigmoid(z)):
-        difference = own - scores.gather(1, indices)
-        if indices.shape[1] > 1:
-            difference = difference - difference.mean(1, keepdim=True)
-        errors.append(difference.abs().amax(1))
-    soft, sigmoid = errors
-    return torch.stack([(a <= FITS).logical_and(a < b / 2).sum() for a, b in ((soft, sigmoid), (sigmoid, soft))])
+        self.loss.routers.close()
 
 
 def _count(outputs: Sequence[Output], rows: torch.Tensor) -> list[torch.Tensor]:
