@@ -1,6 +1,7 @@
 """Losses of the routers of experts: those of one large batch, however a step is cut, in the oracle and in the scripts."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import run_router_loss as steps
@@ -12,6 +13,8 @@ from common import all_metrics, fresh_accelerator, metrics
 from compare import check, hash_run, parameters, relative
 from run_router_loss import CONFIGS, CUTS, FAST, WEIGHT
 
+from samestep.contrib.trackers import Trackers
+from samestep.contrib.watching.watch import RunReader
 from samestep.contrib.whole_batch.router_loss import RouterLoss
 from samestep.contrib.whole_batch.routers import BIAS
 from samestep.errors import UsageError
@@ -36,7 +39,9 @@ def distance(found: torch.Tensor, true: torch.Tensor) -> float:
 # ------------------------------------------------------------------------------------------------------ beside plain PyTorch
 
 
-@pytest.mark.parametrize(("name", "kind"), keep(steps.list_cases(tuple(CONFIGS)), steps.list_cases((*FAST, "GptOss"))))
+@pytest.mark.parametrize(
+    ("name", "kind"), keep(steps.list_cases(tuple(CONFIGS)), [*steps.list_cases(FAST), ("GptOss", "global")])
+)
 def test_every_cut_is_the_loss_of_one_large_batch(name, kind):
     """GPT-OSS computes in float64 throughout; others normalise in float32."""
     dtypes = {torch.float32: 1e-5} | ({torch.float64: 1e-12} if name == "GptOss" else {})
@@ -237,6 +242,11 @@ def test_a_run_moves_between_numbers_of_processes(finetune, train_on, bases, nam
     for num_processes, last in ((2, 2), (3, 4)):
         resumed = f"{flags} --per_device_train_batch_size 2 --stop_after_step {last} --resume_from_checkpoint latest"
         train_on(num_processes, {f"{PROGRAM}/moved": resumed})
+    reader = RunReader(moved)
+    reader.update()
+    assert reader.problems == []
+    assert "loss" in reader.curves
+    assert not {"max_expert_load", "unused_experts"} & reader.curves.keys()
     check(moved, whole, "float32")
     assert experts_of(moved) == experts_of(whole)
     if more == BIASED:
@@ -246,6 +256,7 @@ def test_a_run_moves_between_numbers_of_processes(finetune, train_on, bases, nam
         torch.testing.assert_close(steps_moved, steps_moved.round(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_process_without_samples(finetune, train_on, bases):
     runs = {
@@ -259,6 +270,7 @@ def test_a_process_without_samples(finetune, train_on, bases):
         assert experts_of(folder / name) == experts_of(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_bits_are_the_same_on_any_number_of_processes(finetune, train_on, bases):
     runs = {
@@ -287,6 +299,8 @@ def test_every_cut_in_time_is_the_same_run(finetune, bases, case):
     )
     check(cut, whole, "float32")
     assert experts_of(cut) == experts_of(whole)
+    if case == "lora":  # a third training is for `make test-thorough`
+        return
     for flags in (GLOBAL, GLOBAL.replace("global", "sequence"), BIASED):
         more = more.replace(flags, "")
     without = finetune("without", f"{bases[name]}{more} --per_device_train_batch_size 10")
@@ -358,3 +372,10 @@ def test_memory_that_runs_out_while_loads_are_counted(finetune, bases, after_for
     assert max(seen) == 5
     assert seen[-4:] == [3, 3, 3, 1]
     check(cut, whole, "float32")
+
+
+def test_trackers_get_a_curve_of_each_layer():
+    tracker, sent = Trackers.__new__(Trackers), []
+    tracker.accelerator = SimpleNamespace(log=lambda values, step: sent.append((step, values)))
+    tracker.lines_written([{"step": 3, "loss": 1.0, "unused_experts": [0, 2]}])
+    assert sent == [(3, {"train/loss": 1.0, "train/unused_experts/0": 0, "train/unused_experts/1": 2})]
