@@ -17,7 +17,7 @@ from samestep.contrib.trackers import Trackers
 from samestep.contrib.watching.watch import RunReader
 from samestep.contrib.whole_batch.router_loss import RouterLoss
 from samestep.contrib.whole_batch.routers import BIAS
-from samestep.errors import UsageError
+from samestep.errors import RunError, UsageError
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.training.checkpoint import checkpoints, read
@@ -96,7 +96,7 @@ def test_processes_share_one_step(run_processes, num_processes):
             loads = [sum(layer) for layer in zip(*(result["loads"] for result in of_case), strict=True)]
             assert all(map(torch.equal, loads, true["loads"]))
     for result in results:
-        assert result["memory"] == ["RepeatStep", "OutOfMemoryError" if result is results[-1] else "RunError"]
+        assert result["failures"] == ["RepeatStep", "KeyError" if result is results[-1] else "RunError"]
 
 
 @pytest.mark.parametrize("name", ["Mixtral", thorough("DeepseekV3")])
@@ -372,6 +372,8 @@ def test_memory_that_runs_out_while_loads_are_counted(finetune, bases, after_for
     assert max(seen) == 5
     assert seen[-4:] == [3, 3, 3, 1]
     check(cut, whole, "float32")
+    with pytest.raises(RunError, match="memory ran out on this process in step 1, with micro-batches of 5 samples"):
+        finetune("exact", f"{bases['Mixtral']}{GLOBAL} --reproducible 5")
 
 
 def test_trackers_get_a_curve_of_each_layer():

@@ -180,14 +180,14 @@ def take_step(
     return {"gradient": gradient(sums_model), "noted": router_loss.noted, "biases": biases, "model": sums_model}
 
 
-def run_out(rank: int, size: int, can_repeat: bool) -> str:
-    """Let memory run out on the last process while loads are counted; name the error that this process raises."""
+def run_out(rank: int, size: int, failure: type[Exception]) -> str:
+    """Let the last process fail while loads are counted; name the error that this process raises."""
 
     def fail(module, inputs):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise failure("CUDA out of memory.")
 
     model = CausalLmSums(build("Mixtral")).train()
-    loss = RouterLoss(model, "global", WEIGHT, can_repeat=can_repeat)
+    loss = RouterLoss(model, "global", WEIGHT)
     micro_batches = [make_micro_batch(make_sequences()[:2])]
     loss.prepare(micro_batches, None)  # which looks at the routers, too
     if rank == size - 1:
@@ -213,7 +213,7 @@ def main(folder: str, names: str = ",".join(FAST)) -> None:
             results[name, kind, number] = {"loads": loads, "values": values} | {
                 key: step[key] for key in ("gradient", "biases")
             }
-    results["memory"] = [run_out(rank, size, can_repeat) for can_repeat in (True, False)]
+    results["failures"] = [run_out(rank, size, failure) for failure in (torch.OutOfMemoryError, KeyError)]
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     os._exit(0)

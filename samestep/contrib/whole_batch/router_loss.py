@@ -14,9 +14,10 @@ router chooses (2408.15664). Tokens count that are trained, as in the loss of to
 """
 
 import dataclasses
+import functools
 import traceback
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,14 @@ from samestep.step.exact_sum import add_exactly
 from samestep.training.capacity import is_out_of_memory
 from samestep.training.launch import waits_in_forward
 from samestep.training.parts import Part
-from samestep.training.reduction import RepeatStep, Unrepeatable
+from samestep.training.reduction import RepeatStep
 from samestep.training.report import round_to_6
 from samestep.training.run import Run
 from samestep.training.run_step import RunStep
+
+
+def _repeat(error: Exception | None) -> NoReturn:
+    raise RepeatStep
 
 
 @dataclasses.dataclass
@@ -58,7 +63,8 @@ class RouterLoss(StepStatistics):
         kind: global, sequence, bias; None: the z-loss alone.
         weight: of the loss; of bias its update rate u.
         z_weight: weight of the z-loss; 0: none.
-        can_repeat: whether a step is done again in smaller micro-batches when memory runs out.
+        repeat: leaves a step in which memory ran out here (with that error) or on another process (None) before its first
+            backward, so that it is done again in smaller micro-batches.
         is_lockstep: whether a process's forward waits for the others', so that one that failed cannot tell them.
 
     Attributes:
@@ -77,20 +83,19 @@ class RouterLoss(StepStatistics):
         weight: float | None,
         z_weight: float = 0.0,
         *,
-        can_repeat: bool = True,
+        repeat: Callable[[Exception | None], NoReturn] = _repeat,
         is_lockstep: bool = False,
     ):
         self.kind, self.weight, self.z_weight = kind, weight, z_weight
-        self.can_repeat, self.is_lockstep = can_repeat, is_lockstep
+        self.repeat, self.is_lockstep = repeat, is_lockstep
         self.routers, self.noted = Routers(model), Noted()
         if not self.routers.modules:
             raise self._refuse("has no routers that transformers names: set it to null, or choose a mixture of experts")
         if kind == "bias" and not all(BIAS in router.state_dict() for router in self.routers.modules):
             raise self._refuse("has routers without a bias to choose by: set it to global or sequence")
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.group = (
-            None if is_alone else dist.new_group()
-        )  # its collectives must not mix with DistributedDataParallel's
+        # Its collectives must not mix with DistributedDataParallel's
+        self.group = None if is_alone else dist.new_group()
         self._sizes: list[int] | None = None  # E of each layer; None: no router has been seen yet
         self._has_sigmoid = False
         self._loads: list[torch.Tensor] = []  # of the whole step, int64 [E] of each layer; empty: not known yet
@@ -117,9 +122,8 @@ class RouterLoss(StepStatistics):
                 for micro_batch in micro_batches:
                     rows, sequences, num_sequences = self.routers.model.locate_targets(micro_batch)
                     totals[2] += len(rows)
-                    totals[3] += (
-                        torch.zeros(num_sequences, device=self._device).index_fill(0, sequences, 1).sum().long()
-                    )
+                    has_tokens = totals.new_zeros(num_sequences).index_fill(0, sequences, 1)
+                    totals[3] += has_tokens.sum()
                     if is_passed:
                         totals[4:] += torch.cat(_count(self.routers.run(micro_batch), rows))
         except Exception as failure:
@@ -208,13 +212,13 @@ class RouterLoss(StepStatistics):
         if error is None and self.group is None:
             return totals
         is_out, has_failed = totals[:2].tolist()
-        if is_out and not has_failed and self.can_repeat:
+        if is_out and not has_failed:
             if error is not None:
                 traceback.clear_frames(error.__traceback__)
-            raise RepeatStep
+            self.repeat(error)
         if error is not None:
             raise error
-        if is_out or has_failed:
+        if has_failed:
             raise RunError("another process failed while the loads of experts were counted")
         return totals
 
@@ -242,10 +246,12 @@ class RouterLoad(Part):
             recipe.router_loss,
             recipe.router_loss_weight,
             recipe.router_z_loss_weight,
-            can_repeat=not isinstance(run.reduction, Unrepeatable),
             is_lockstep=waits_in_forward(run.accelerator, run.network.model),
         )
         self.pending: dict[int, Noted] = {}
+
+    def begin_step(self, step: RunStep) -> None:
+        self.loss.repeat = functools.partial(self.run.reduction.repeat, step.attempt)
 
     def end_step(self, step: RunStep) -> None:
         self.pending[step.index + 1] = self.loss.noted
