@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep.contrib.whole_batch.routers import BIAS, Output, Routers, compare_scores, is_known
+from samestep.contrib.whole_batch.routers import BIAS, Output, Routers, compare_scores, has_bias, is_known
 from samestep.errors import RunError, UsageError
 from samestep.step.batch_norm import StepStatistics
 from samestep.step.exact_sum import add_exactly
@@ -91,7 +91,7 @@ class RouterLoss(StepStatistics):
         self.routers, self.noted = Routers(model), Noted()
         if not self.routers.modules:
             raise self._refuse("has no routers that transformers names: set it to null, or choose a mixture of experts")
-        if kind == "bias" and not all(BIAS in router.state_dict() for router in self.routers.modules):
+        if kind == "bias" and not all(map(has_bias, self.routers.modules)):
             raise self._refuse("has routers without a bias to choose by: set it to global or sequence")
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # Its collectives must not mix with DistributedDataParallel's

@@ -71,6 +71,11 @@ class Routers:
         self._is_open = False
 
 
+def has_bias(router: nn.Module) -> bool:
+    """Tell whether a router chooses by a bias that no gradient moves, and that checkpoints have."""
+    return BIAS in dict(router.named_buffers(recurse=False)) and BIAS in router.state_dict()
+
+
 def is_known(output: Any) -> bool:
     """Tell whether a router returned logits [tokens, E], weights and indices [tokens, k]."""
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, torch.Tensor) for part in output):
