@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     if recipe.objective == "dpo":
         run.add_reference(CausalLmSums)
     model, optimizer = run.prepare(CausalLmSums, train)
+    whole_step = run.whole_step()  # losses that need the whole step, if the recipe asks for one
 
     def evaluate() -> bool:
         """Evaluate the model, and tell whether training no longer improves it."""
@@ -55,10 +56,11 @@ def main(argv: list[str]) -> int:
             break
         # `step` has its learning rate, noise and n_j; when memory runs out, it comes again in smaller micro-batches
         with step:
+            step.find_statistics(whole_step)
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
                     sums, _ = model(**batch)
-                    loss = (run.loss_weights * sums / step.num_targets).sum()
+                    loss = (run.loss_weights * sums / step.num_targets).sum() + whole_step.correction()
                     # Accelerate divides by the number of micro-batches, DDP by the number of processes: undo both
                     accelerator.backward(loss * step.loss_scale)
                     step.add_to_log(sums)
@@ -66,6 +68,7 @@ def main(argv: list[str]) -> int:
                         step.clip_grad_norm_(recipe.max_grad_norm)
                     optimizer.step()
                     optimizer.zero_grad()
+            whole_step.finish()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
     trained_model, best, best_step = run.finish(evaluate), None, None

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     # The recipe's model returns the summed loss: means of micro-batches must not be added up
     train, held_out = run.load_data(token_blocks.build, run.settings.on_bad_row)
     model, optimizer = run.prepare(recipe.parts.find("model"), train)
+    whole_step = run.whole_step()  # losses that need the whole step, if the recipe asks for one
 
     # The loss of a step, n being the predicted tokens of the whole global batch (all processes, all micro-batches):
     #     L = (sum over all samples of s) / n
@@ -43,10 +44,11 @@ def main(argv: list[str]) -> int:
             run.evaluate(model, held_out)
         # `step` has its learning rate, noise and n; when memory runs out, it comes again in smaller micro-batches
         with step:
+            step.find_statistics(whole_step)
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
                     sums, _ = model(**batch)
-                    loss = (run.loss_weights * sums / step.num_targets).sum()
+                    loss = (run.loss_weights * sums / step.num_targets).sum() + whole_step.correction()
                     # Accelerate divides by the number of micro-batches, DDP by the number of processes: undo both
                     accelerator.backward(loss * step.loss_scale)
                     step.add_to_log(sums)
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> int:
                         step.clip_grad_norm_(recipe.max_grad_norm)
                     optimizer.step()
                     optimizer.zero_grad()
+            whole_step.finish()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
     trained_model = run.finish(lambda: run.evaluate(model, held_out))

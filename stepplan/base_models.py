@@ -38,9 +38,23 @@ FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.s
     "first_k_dense_replace": 10_000,
 }
 """Field -> its largest value that is accepted."""
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts; which of them a file has depends on the version of transformers that wrote it."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "deepseek_v3": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512}
+    | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+}
+"""`model_type` of experts -> what transformers takes for fields that a configuration, or a recipe, leaves out."""
 MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
 """Ends of the names of classes whose head scores the next token."""
+
+
+class UnknownShapeError(UsageError):
+    """A configuration that this planner cannot read, though transformers may build a model of it."""
 
 
 @functools.cache
@@ -133,6 +147,13 @@ def find_kind(config: Mapping[str, Any]) -> str | None:
     return MODEL_NAMES.get(kind, kind) if isinstance(kind, str) else None
 
 
+def _fill_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Add to a configuration of experts what it leaves out, and `num_experts` by whatever name it has it."""
+    defaults = DEFAULTS.get(kind, {})
+    numbers = [part[name] for part in (config, defaults) for name in COUNTS if part.get(name) is not None]
+    return defaults | dict(config) | ({"num_experts": numbers[0]} if numbers else {})
+
+
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a configuration that is about texts, where it has one."""
     part = config.get("text_config")
@@ -163,15 +184,16 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     kind = find_kind(config)
     config = {**config, **_text_part(config)}
     if kind not in MODEL_TYPES:
-        raise UsageError(
+        raise UnknownShapeError(
             f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
             f"{', '.join(MODEL_TYPES)}; --trace finds its memory with torch"
         )
     configs.check_sizes(config, name, FIELDS, MAY_BE_ZERO)
+    config = _fill_defaults(config, kind)
 
     def need(field: str) -> int:
         if config.get(field) is None:
-            raise UsageError(f"{name}: its configuration has no {field}")
+            raise UnknownShapeError(f"{name}: its configuration has no {field}")
         return int(config[field])
 
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
@@ -198,13 +220,12 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
         every = {"gemma2": 2, "gemma3_text": 6}.get(kind)
         values |= {"window": window, "num_global": 0 if every is None else layers // every}
     if kind == "mixtral":
-        experts = {"num_experts": need("num_local_experts"), "expert_size": need("intermediate_size")}
+        experts = {"num_experts": need("num_experts"), "expert_size": need("intermediate_size")}
     elif kind == "qwen3_moe":
-        number = "num_experts" if "num_experts" in config else "num_local_experts"  # as transformers 5 saves it
-        experts = {"num_experts": need(number), "expert_size": need("moe_intermediate_size")}
+        experts = {"num_experts": need("num_experts"), "expert_size": need("moe_intermediate_size")}
     elif kind == "deepseek_v3":
         size = need("moe_intermediate_size")
-        experts = {"num_experts": need("n_routed_experts"), "expert_size": size}
+        experts = {"num_experts": need("num_experts"), "expert_size": size}
         experts |= {"shared_size": size * config.get("n_shared_experts", 0)}
         experts |= {"num_dense": min(layers, config.get("first_k_dense_replace", 0))}
         rotated, value_dim = need("qk_rope_head_dim"), need("v_head_dim")

@@ -9,10 +9,15 @@ from small_models import SMALL_CONFIGS, SMALL_DECODERS, save
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
+from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
+from samestep.recipe.catalog import load
+from samestep.recipe.prediction import predict_memory
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan import base_models
 from stepplan.configs import ACTIVATIONS, model_from_config, read_config
 from stepplan.decoder import Decoder
+from stepplan.workload import from_recipe
 
 
 @pytest.mark.parametrize("kind", SMALL_CONFIGS)
@@ -134,3 +139,31 @@ def test_what_a_short_configuration_leaves_out_is_the_default_of_its_class(kind)
     shapes = [model_from_config(config, 128, name="it", load_defaults=load_defaults) for config in (full, short)]
     assert shapes[0] == shapes[1]
     assert calls == [model_type]
+
+
+@pytest.mark.parametrize("kind", base_models.DEFAULTS)
+def test_what_a_configuration_of_experts_leaves_out_is_what_transformers_takes(kind):
+    own = transformers.AutoConfig.for_model(kind)
+    assert {name: getattr(own, name) for name in base_models.DEFAULTS[kind]} == base_models.DEFAULTS[kind]
+    fields = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 5, "vocab_size": 60}
+    fields |= {"num_key_value_heads": 4, "intermediate_size": 48, "tie_word_embeddings": False}
+    shapes = [
+        base_models.shape_from_config(fields | named, kind)
+        for named in ({name: 4} for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    ]
+    assert shapes[0] == shapes[1] == shapes[2]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields))
+    shape = base_models.shape_from_config(fields, kind)
+    assert Decoder(shape=shape, sequence_length=8).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_configuration_that_the_planner_cannot_read_stops_no_run(tmp_path):
+    fields = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    names = ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE)
+    recipe = load("sft_small_cpu", dict.fromkeys(names) | {"model_name_or_path": str(tmp_path)})
+    layout = solve_layout(num_processes=1, global_batch_size=8)
+    assert predict_memory(recipe, layout, attention="sdpa", more_gradient_bytes=0) is None
+    with pytest.raises(UsageError, match="its configuration has no num_hidden_layers"):
+        from_recipe(recipe)

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import moe
 
@@ -85,6 +85,23 @@ def recomputes_within(model: PreTrainedModel, context_fn: Callable) -> bool:
     """
     functions = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
     return all(getattr(f, "keywords", {}).get("context_fn") is context_fn for f in functions if f is not None)
+
+
+def find_routers(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the modules whose outputs models of transformers record as `router_logits`, and their names.
+
+    transformers 5.24, `_can_record_outputs` of a class: which outputs of which modules it can return. A value is an
+    `OutputRecorder`, a class of modules, or a list of these. 5.17 has it, too, for some models; others have no such attribute.
+    """
+    found: dict[nn.Module, str] = {}
+    for part in model.modules():
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorded if isinstance(recorded, list | tuple) else (recorded,):
+            kind, place = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None) or ""
+            for name, module in part.named_modules():
+                if isinstance(kind, type) and isinstance(module, kind) and place in name:
+                    found.setdefault(module, name)
+    return found
 
 
 def trace_experts() -> AbstractContextManager:

@@ -37,4 +37,6 @@ class Trackers(Part):
 
     def _send(self, line: dict[str, Any], prefix: str) -> None:
         values = {f"{prefix}/{k.removeprefix('eval_')}": v for k, v in line.items() if k not in ("step", "digest")}
+        for name in [name for name, value in values.items() if isinstance(value, list)]:  # one of each layer
+            values |= {f"{name}/{layer}": value for layer, value in enumerate(values.pop(name))}
         self.accelerator.log(values, step=line["step"])

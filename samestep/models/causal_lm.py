@@ -267,6 +267,14 @@ class CausalLmSums(SummedLosses):
             return packing.padded_hidden(self.causal_lm, input_ids, row)
         return packing.row_hidden(self.causal_lm, input_ids, position_ids, row)[:num_tokens]
 
+    def locate_targets(self, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Locate the trained tokens of a micro-batch: the rows in layers of the tokens before them, int64 [m], and the number
+        of each one's sequence; and count the sequences. Arguments as of `forward`."""
+        place, ends = micro_batch["label_index"], micro_batch["ends"]
+        if self.is_padded:
+            place = packing.find_padded(place, ends, micro_batch["input_ids"].shape[1])
+        return place, micro_batch["label_sequence"], len(ends) - 1
+
     def _name_rows(self, row: Sequences, ends: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Tell the noise which rows of the tensors are which tokens of which samples. A pair's sequences are one sample."""
         dropout = next((module for module in self.modules() if isinstance(module, noise.Dropout)), None)

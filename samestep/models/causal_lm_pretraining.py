@@ -1,5 +1,6 @@
 """Pretrain a causal language model of any architecture of transformers from random weights, without padding."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -68,6 +69,12 @@ class PretrainingSums(CausalLmSums):
         hidden = self.hidden(input_ids, position_ids, ends)[: len(labels)]
         loss_sum, num_correct = self.cross_entropy(hidden, labels)
         return torch.stack([loss_sum]), num_correct[None]
+
+    def locate_targets(self, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        ends = micro_batch["ends"]
+        place = torch.arange(len(micro_batch["labels"]), device=ends.device)
+        sequence = torch.searchsorted(ends[1:], place.to(ends.dtype), right=True)
+        return super().locate_targets({**micro_batch, "label_index": place, "label_sequence": sequence})
 
     @torch.no_grad()
     def _zero_projections(self, architecture: str) -> None:

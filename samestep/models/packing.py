@@ -62,6 +62,17 @@ def padded_hidden(model: PreTrainedModel, input_ids: torch.Tensor, row: Sequence
     return hidden.flatten(0, 1)[rows.place]
 
 
+def find_padded(place: torch.Tensor, ends: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Find the padded rows' flattened places of tokens of a row of sequences, as `padded_hidden` lays them out.
+
+    Args:
+        place: int64 [m], of tokens in the row.
+        ends: as of `Sequences`.
+        num_tokens: of the row.
+    """
+    return Sequences(ends, num_tokens + 1, num_tokens).rows().place[place]
+
+
 def _last_hidden(model: PreTrainedModel, **inputs: torch.Tensor | None) -> torch.Tensor:
     base = model.base_model
     known = inspect.signature(base.forward).parameters

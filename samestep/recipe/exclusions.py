@@ -18,6 +18,7 @@ WAYS = (
     "samestep.contrib.communication.exclusions:RULES",
     "samestep.contrib.noise.exclusions:RULES",
     "samestep.contrib.optim.exclusions:RULES",
+    "samestep.contrib.whole_batch.exclusions:RULES",
 )
 """MODULE:NAME of the rows that ways bring; a way that was deleted has none."""
 CUT_SETTINGS = (

@@ -142,6 +142,9 @@ LIST = FieldRule("a list", lambda value: type(value) is list)
 DIGESTS = FieldRule(
     "an object of names and digests, which are texts", functools.partial(_is_mapping, allows=NAME.allows)
 )
+LAYER_VALUES = FieldRule(
+    "at most 10,000 numbers", lambda value: type(value) is list and len(value) <= 10_000 and all(map(is_finite, value))
+)
 TARGETS = FieldRule("an object of counts", functools.partial(_is_mapping, allows=_is_count))
 LAYERS = FieldRule(
     "an object of layers with grad_signal and grad_noise", functools.partial(_is_mapping, allows=_is_layer)
@@ -158,6 +161,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "seconds": AMOUNT,
         "skipped": FLAG,
         "digest": NAME,
+        "max_expert_load": LAYER_VALUES,
+        "unused_experts": LAYER_VALUES,
         "event": TEXT,
     },
     "noise.jsonl": {

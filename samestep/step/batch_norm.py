@@ -117,20 +117,37 @@ class StepStatistics:
     for micro_batch in micro_batches:
         backward(loss(micro_batch) + statistics.correction())
     statistics.finish()
+
+    Attributes:
+        replays_noise: whether `prepare` needs micro-batches with the noise with which they are trained.
     """
+
+    replays_noise = False
+
+    def is_needed(self, num_micro_batches: int, is_exact: bool) -> bool:
+        """Tell whether a step is to be prepared that a process cuts into so many micro-batches, at most.
+
+        One micro-batch of every process has the statistics of the step, unless its bits may depend on no process (`is_exact`).
+        """
+        return is_exact or num_micro_batches > 1
 
     def prepare(
         self,
-        micro_batches: Sequence[Any],
+        micro_batches: Any,
         loss: Callable[[Any], torch.Tensor],
         *,
         numbers: Sequence[int | None] | None = None,
         num_cells: int | None = None,
     ) -> None:
-        """Find what the layers need to know of a step before its first backward. Called by all processes."""
+        """Find what the layers need to know of a step before its first backward. Called by all processes.
+
+        Args:
+            micro_batches: this process's, to be gone through as often as is needed; they have a length.
+            loss, numbers, num_cells: as of `samestep.contrib.whole_step.WholeStep.prepare`.
+        """
 
     def correction(self) -> torch.Tensor:
-        """Return what is added to the loss of the latest forward, a scalar of value 0: only its gradient counts."""
+        """Return what is added to the loss of the latest forward, a scalar; where its value is 0, only its gradient counts."""
         return torch.zeros(())
 
     def finish(self) -> None:

@@ -184,9 +184,9 @@ class Run:
         ways.add_reference(self, model_class)
 
     def whole_step(self) -> StepStatistics:
-        """Make the object that computes batch normalisation of whole steps, for `RunStep.find_statistics`.
+        """Make the object that knows of whole steps what a micro-batch does not, for `RunStep.find_statistics`.
 
-        It does nothing unless the recipe asks for that (exact_batch_norm).
+        It does nothing unless the recipe asks for it (exact_batch_norm, router_loss, router_z_loss_weight).
         """
         return ways.make_statistics(self)
 

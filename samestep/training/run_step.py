@@ -80,15 +80,12 @@ class RunStep(Step):
             self.run.reduction.repeat(self.attempt, error)
 
     def find_statistics(self, whole_step: StepStatistics) -> None:
-        """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
-
-        Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.
-        """
+        """Find what `whole_step` needs to know of the whole step, in passes over its micro-batches, unless it needs nothing."""
         is_exact = self.run.reduction.is_exact
-        if is_exact or self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
+        if whole_step.is_needed(self.run.recovery.steps.layout.gradient_accumulation_steps, is_exact):
             model, num_targets = self.run.bare_model, self.num_targets
             whole_step.prepare(
-                self.data.micro_batches,
+                Replay(self) if whole_step.replays_noise else self.data.micro_batches,
                 lambda micro_batch: self.run.network.compute_loss(micro_batch, num_targets, model)[0],
                 numbers=self.data.numbers if is_exact else None,
                 num_cells=self.data.num_micro_batches if is_exact else None,
@@ -142,3 +139,16 @@ class RunStep(Step):
 
     def __exit__(self, *error: Any) -> bool:
         return self.attempt.__exit__(*error)
+
+
+class Replay:
+    """The micro-batches of a step on the device, each with the noise with which it is trained, as often as is asked for."""
+
+    def __init__(self, step: RunStep):
+        self.step = step
+
+    def __len__(self) -> int:
+        return self.step.num_micro_batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.step.micro_batches

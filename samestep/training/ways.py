@@ -12,7 +12,7 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.step.batch_norm import StepStatistics
 from samestep.training.copies import Copies, Peers, Store
 from samestep.training.output_folder import OutputFolder
-from samestep.training.parts import Part
+from samestep.training.parts import Part, find_part
 from samestep.training.reduction import Reduction
 from samestep.training.whole_term import WholeTerm
 
@@ -38,12 +38,14 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 
 ANSWERS, DEVIATION = "samestep.contrib.generation:Answers", "samestep.contrib.whole_step:Deviation"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
+ROUTERS = "samestep.contrib.whole_batch.router_loss:RouterLoad"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
     (DEVIATION, lambda run: _depends_on_cut(run.recipe) and is_there(DEVIATION)),  # nor for that
+    (ROUTERS, lambda run: _balances_experts(run.recipe)),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
@@ -63,6 +65,10 @@ def _depends_on_cut(recipe: Any) -> bool:
     return getattr(recipe, "normalization", None) == "batch" and not recipe.exact_batch_norm
 
 
+def _balances_experts(recipe: Any) -> bool:
+    return bool(getattr(recipe, "balances_experts", False))
+
+
 def _follows_noise(recipe: Recipe) -> bool:
     return recipe.batch_schedule is not None and recipe.batch_schedule.kind == "noise"
 
@@ -79,7 +85,10 @@ def _load(place: str) -> Any:
 
 
 def make_statistics(run: "Run") -> StepStatistics:
-    """Make what finds the statistics of batch normalisation in a run's steps."""
+    """Make what finds out about a run's whole steps: statistics of batch normalisation, loads of experts."""
+    if _balances_experts(run.recipe):
+        loss: StepStatistics = find_part(run.parts, _load(ROUTERS)).loss
+        return loss
     if not getattr(run.recipe, "exact_batch_norm", False):
         return StepStatistics()
     whole: StepStatistics = _load("samestep.contrib.whole_step:WholeStep")(

@@ -15,7 +15,8 @@ OWN = {
         """.split(),
     "samestep.contrib": """
         accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        expert_term noise_scale peer_copies preferences reference replicas stragglers train_embeddings watch whole_batch
+        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers train_embeddings watch
+        whole_batch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""
@@ -38,7 +39,8 @@ SHARED = {
 HELPERS = {
     "stepplan": ["odd_inputs", "odd_runs"],
     "samestep.contrib": """
-        run_accumulating run_batch_norm run_embedding_trainer run_expert_term run_train_embeddings run_whole_batch
+        run_accumulating run_batch_norm run_embedding_trainer run_expert_term run_router_loss run_train_embeddings
+        run_whole_batch
         """.split(),
 }
 """Room -> names of helpers that need it, where pytest looks for doctests."""

@@ -41,7 +41,7 @@ MOST_CURVES = 256
 MOST_PROBLEMS = 5
 """Lines that a page names of those that it leaves out, the first."""
 NO_CURVES = {"step", "epoch", "samples", "tokens", "images", "event", "digest", "skipped", "images_per_second"}
-NO_CURVES |= {"slowest_process"}
+NO_CURVES |= {"slowest_process", "max_expert_load", "unused_experts"}
 """Fields of a line that are not drawn as they are."""
 
 

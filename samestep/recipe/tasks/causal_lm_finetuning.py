@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from samestep.errors import nearest
 from samestep.recipe.reading import format_value
-from samestep.recipe.recipe import MAX_NAMES, Parts, Recipe, register
+from samestep.recipe.recipe import MAX_NAMES, Parts, register
 from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import (
     FRACTION,
@@ -23,6 +23,7 @@ from samestep.recipe.settings import (
 from samestep.recipe.tasks.decoder import (
     SHAPE,
     WITHOUT_ADAPTERS,
+    ExpertsRecipe,
     list_adapter_rules,
     list_decoder_rules,
     list_shape_rules,
@@ -54,7 +55,7 @@ DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CausalLmFineTuning(Recipe):
+class CausalLmFineTuning(ExpertsRecipe):
     """Fine-tuning a causal language model: all of it or adapters (LoRA), on conversations or on preferences."""
 
     extra: ClassVar[str | None] = "text"
@@ -301,6 +302,7 @@ class CausalLmFineTuning(Recipe):
                 small.pop("num_key_value_heads", None)
             return small | {"num_hidden_layers": min(2, self.num_hidden_layers)}
         small |= {"model_name_or_path": None, "tokenizer_name": self.tokenizer_name or self.model_name_or_path}
+        small |= {"router_loss": None, "router_loss_weight": None, "router_z_loss_weight": 0.0}
         small |= {"architecture": "llama", "num_hidden_layers": 2, "max_position_embeddings": self.max_seq_length}
         return small | {"tie_word_embeddings": True, "initializer_range": 0.02}
 

@@ -6,12 +6,12 @@ from typing import Any
 from samestep.recipe.recipe import Parts, register
 from samestep.recipe.rules import rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, WIDTH, limit, setting
-from samestep.recipe.tasks.decoder import SHAPE, list_decoder_rules
+from samestep.recipe.tasks.decoder import SHAPE, ExpertsRecipe, list_decoder_rules
 from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CausalLmPretraining(CausalPretraining):
+class CausalLmPretraining(ExpertsRecipe, CausalPretraining):
     """Pretraining of a causal language model of any architecture of transformers, from random weights."""
 
     # Model

@@ -1,8 +1,12 @@
 """The fields and rules that recipes of models of transformers share, whatever their architecture is called."""
 
+import dataclasses
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from samestep.recipe.rules import Rule, each, is_at_most, is_multiple
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.rules import Rule, each, is_at_most, is_multiple, rows
+from samestep.recipe.settings import NOT_NEGATIVE, POSITIVE, choice, setting
 
 SHAPE = (
     "hidden_size",
@@ -88,3 +92,50 @@ def list_adapter_rules(names: Iterable[str]) -> list[Rule]:
             ),
         ),
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsRecipe(Recipe):
+    """The fields of recipes whose model may be a mixture of experts: how its routers are balanced."""
+
+    router_loss: str | None = setting(
+        "of a mixture of experts, over all tokens that are trained in the step: global (2101.03961, 2501.11873), sequence "
+        "(DeepSeek-V3's of each sequence, 2412.19437) or bias (no loss: biases that choose experts follow their load, "
+        "2408.15664); null: none",
+        choice("global", "sequence", "bias"),
+    )
+    router_loss_weight: float | None = setting(
+        "weight of the router loss; of bias how far a step moves it; null without router_loss", POSITIVE
+    )
+    router_z_loss_weight: float = setting(
+        "weight of the mean of logsumexp(router's logits)^2 (2202.08906); 0: none", NOT_NEGATIVE
+    )
+
+    rules = rows(
+        Rule(
+            lambda f: (
+                f.router_loss is not None
+                and f.router_loss_weight is None
+                and ({"global": 0.01, "sequence": 0.0001, "bias": 0.001}[f.router_loss])
+            ),
+            "router_loss is {f.router_loss}, but router_loss_weight is null",
+            "set it, for example to {found}",
+        ),
+        Rule(
+            lambda f: f.router_loss is None and f.router_loss_weight is not None,
+            "router_loss_weight is {f.router_loss_weight}, but router_loss is null",
+            "set it to null, or router_loss to global, sequence or bias",
+        ),
+    )
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether the recipe asks for anything of the routers."""
+        return self.router_loss is not None or self.router_z_loss_weight > 0
+
+    def decisive_fields(self) -> dict[str, Any]:
+        fields = super().decisive_fields()
+        if not self.balances_experts:  # fingerprints of earlier versions, which had none of these
+            for name in ("router_loss", "router_loss_weight", "router_z_loss_weight"):
+                del fields[name]
+        return fields
