@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from common import fresh_accelerator
@@ -780,3 +781,16 @@ def test_spans_say_which_turn_each_part_is_of(round):
     assert plain == "<u><a>"
     marked = FIRST.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     assert chat_rendering.render_turns(marked, turns, None, "2026-03-01", True, options) == ("<u><a>", [[1, 2], [4, 5]])
+
+
+@pytest.mark.parametrize(("kind", "num_layers"), [("Mixtral", 2), ("DeepseekV3", 1), ("Llama", 0)])
+def test_routers_are_those_whose_outputs_transformers_records(kind, num_layers):
+    """DeepSeek's first layer is dense."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"vocab_size": 20, "intermediate_size": 16, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    shape |= {"num_local_experts": 4} if kind == "Mixtral" else {}
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**shape))
+    found = transformers_models.find_routers(nn.ModuleList([model]))
+    assert len(found) == num_layers
+    assert all(type(router).__name__.endswith("Router") for router in found)
