@@ -507,7 +507,7 @@ def test_two_processes(samples, server, monkeypatch):
     The processes are forked; those of other tests of this file are launched.
     """
 
-    def run_forked(command, num_processes, title, timeout):
+    def run_forked(command, num_processes, title, timeout, stacks=None):
         server.run([command[-1], command[-1]], num_processes, timeout, module="run_audit_step")
 
     monkeypatch.setattr(process_runner, "run", run_forked)
