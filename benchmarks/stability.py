@@ -4,7 +4,8 @@
     python benchmarks/stability.py --only resnet_digits_cpu --flags "--learning_rate 0.05" --output digits --work runs/digits
     python benchmarks/stability.py --only finetune_reviews_cpu --reviews reviews.csv     # docs/finetuning.md makes it
 
-Every recipe is trained to its end, as `make` trains it (bf16), and its held-out numbers at the end are compared:
+Every recipe is trained to its end, as `make` trains it (bf16), and its held-out numbers at the end are compared (on a CPU that
+computes no bf16, `--precision no` trains in float32, and float64 takes float32's place):
 
 - roundings: the recipe's own seed, so the same samples, first weights and rates in every step. What differs is only how sums
   are rounded: `--speed safe`; cut into 4 and into uneven micro-batches; the kernels of `--speed auto`; float32 instead of
@@ -50,6 +51,7 @@ RECIPES = {
     "dpo_small_cpu": ("finetune_causal_lm", ("eval_loss", "eval_accuracy", "eval_exact_match")),
     "finetune_reviews_cpu": ("finetune_classifier", ("eval_loss", "eval_accuracy")),
     "gpt2_shakespeare_char_cpu": ("pretrain_gpt2", ("eval_loss", "eval_accuracy")),
+    "embeddings_small_cpu": ("train_embeddings", ("eval_recall_at_1", "eval_recall_at_10", "eval_ndcg_at_10")),
 }
 FILES = {"finetune_reviews_cpu": "reviews", "gpt2_shakespeare_char_cpu": "shakespeare"}
 """Recipe -> flag that names its data, which no package holds."""
@@ -64,27 +66,29 @@ REMARKS = {
     "bert_small_cpu": "a pair's length alone gives a next-sentence accuracy of 0.66",
     "finetune_small_cpu": "always naming the largest of 11 parts is right for 0.35",
     "sft_small_cpu": "exact match is of answers to 500 unseen prompts",
+    "embeddings_small_cpu": "of 517 held-out pairs; by chance recall at 10 is 0.02",
     "dpo_small_cpu": "exact match is of answers to 200 unseen prompts, of the model of sft_small_cpu at first",
 }
 SAFE, AUTO = "--speed safe", "--speed auto"
 
 
-def plan_runs(recipe: Recipe) -> dict[str, tuple[int, str, str, bool]]:
+def plan_runs(recipe: Recipe, precision: str = "bf16") -> dict[str, tuple[int, str, str, bool]]:
     """List the runs of a recipe: name -> seed, precision, flags, whether the first weights' last bits are flipped."""
+    other, wide = ("float32", SAFE) if precision == "bf16" else ("float64", f"{SAFE} --dtype float64")
     seed, batch = recipe.seed, recipe.global_batch_size
     quarter, uneven = batch // 4, batch * 3 // 8
     runs = {
-        "safe": (seed, "bf16", SAFE, False),
-        "auto": (seed, "bf16", AUTO, False),
-        "cut in 4": (seed, "bf16", f"{SAFE} --per_device_train_batch_size {quarter}", False),
-        "cut unevenly": (seed, "bf16", f"{SAFE} --per_device_train_batch_size {uneven}", False),
-        "last bits": (seed, "bf16", SAFE, True),
-        "float32": (seed, "no", SAFE, False),
-        "float32, last bits": (seed, "no", SAFE, True),
+        "safe": (seed, precision, SAFE, False),
+        "auto": (seed, precision, AUTO, False),
+        "cut in 4": (seed, precision, f"{SAFE} --per_device_train_batch_size {quarter}", False),
+        "cut unevenly": (seed, precision, f"{SAFE} --per_device_train_batch_size {uneven}", False),
+        "last bits": (seed, precision, SAFE, True),
+        other: (seed, "no", wide, False),
+        f"{other}, last bits": (seed, "no", wide, True),
     }
-    for other in range(seed + 1, seed + NUM_SEEDS):
-        runs[f"safe, seed {other}"] = (other, "bf16", SAFE, False)
-        runs[f"auto, seed {other}"] = (other, "bf16", AUTO, False)
+    for number in range(seed + 1, seed + NUM_SEEDS):
+        runs[f"safe, seed {number}"] = (number, precision, SAFE, False)
+        runs[f"auto, seed {number}"] = (number, precision, AUTO, False)
     return runs
 
 
@@ -142,15 +146,15 @@ def find_parting(losses: list[float], reference: list[float]) -> int | None:
     return next((step for step, (loss, other) in pairs if abs(loss - other) > PARTED * abs(other)), None)
 
 
-def measure(name: str, flags: str, work: Path, jobs: int, threads: int) -> dict[str, Any]:
+def measure(name: str, precision: str, flags: str, work: Path, jobs: int, threads: int) -> dict[str, Any]:
     """Train a recipe in every way, and gather what came of it: a row of the results."""
     recipe = load(name)
-    runs = plan_runs(recipe)
+    runs = plan_runs(recipe, precision)
     with ThreadPoolExecutor(jobs) as pool:
         started = {run: pool.submit(train, name, run, how, flags, work, threads) for run, how in runs.items()}
         results = {run: result.result() for run, result in started.items()}
     reference = results["safe"]["losses"]
-    row = {"recipe": name, "seed": recipe.seed, "steps": len(reference)}
+    row = {"recipe": name, "precision": precision, "seed": recipe.seed, "steps": len(reference)}
     row |= {"first": {metric: results["safe"]["first"][metric] for metric in RECIPES[name][1]}, "runs": {}}
     for run, result in results.items():
         row["runs"][run] = {metric: result[metric] for metric in RECIPES[name][1]}
@@ -184,6 +188,7 @@ def main() -> None:
     parser = harness.flags("stability", __doc__, only=RECIPES)
     parser.add_argument("--flags", default="", help="changes of the recipes, as on a script's command line")
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "stability", help="folder of the runs")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "no"), help="of the runs [bf16]")
     for name, flag in FILES.items():
         parser.add_argument(f"--{flag}", type=Path, help=f"data of {name}")
     parser.add_argument(
@@ -197,12 +202,15 @@ def main() -> None:
     for number, name in enumerate(names, 1):
         flags = arguments.flags + (f" --train_file {files[name].resolve()}" if name in FILES else "")
         rows = harness.read_other_rows(arguments.output, "rows", "recipe", [name])
-        rows.append(measure(name, flags, arguments.work, arguments.jobs, threads))
+        row = measure(name, arguments.precision, flags, arguments.work, arguments.jobs, threads)
+        rows.append(row | {"about": about})
         rows.sort(key=lambda row: list(RECIPES).index(row["recipe"]))
         results = {"about": about, "rows": rows}
+        if any("about" not in other for other in rows):
+            results["about"] = json.loads(arguments.output.with_suffix(".json").read_text(encoding="utf-8"))["about"]
         if arguments.output == harness.RESULTS / "stability":
             harness.write_part(harness.ROOT / "docs" / "first-runs.md", "stability", part(results))
-            write_expectation(name, next(row for row in rows if row["recipe"] == name), about)
+            write_expectation(name, row, about)
         harness.write(arguments.output, results, markdown(results), number == len(names))
 
 
@@ -229,6 +237,7 @@ def describe_roundings(row: dict[str, Any], metric: str) -> str:
 
 def expectation(row: dict[str, Any], about: dict[str, Any]) -> str:
     """Make the text of a recipe's field `expect`."""
+    about = row.get("about", about)
     numbers = [
         f"{readable(metric)} {row['first'][metric]:.3f} -> {describe(row, metric)} ({describe_roundings(row, metric)})"
         for metric in RECIPES[row["recipe"]][1]
@@ -238,8 +247,9 @@ def expectation(row: dict[str, Any], about: dict[str, Any]) -> str:
     python = (
         f" (Python {about['python']}; its documentation differs a little between versions)" if is_documentation else ""
     )
+    precision = "float32" if row.get("precision") == "no" else "bf16"
     return (
-        f"measured on CPU cores in bf16{python}, held out, mean of {NUM_SEEDS} seeds ± standard deviation, beside it of "
+        f"measured on CPU cores in {precision}{python}, held out, mean of {NUM_SEEDS} seeds ± standard deviation, beside it of "
         f"{NUM_ROUNDINGS} roundings of seed {row['seed']}: "
         f"{', '.join(numbers)}{remark} (benchmarks/results/stability.md)"
     )
@@ -267,7 +277,19 @@ def part(results: dict) -> str:
         for metric in RECIPES[row["recipe"]][1]
     ]
     heads = f"recipe | held out | first | last, {NUM_SEEDS} seeds | the recipe's seed, {NUM_ROUNDINGS} roundings"
-    return harness.part("stability.py", results["about"], harness.table(heads, rows))
+    about, origins = find_origins(results)
+    return harness.part("stability.py", about, harness.table(heads, rows) + origins)
+
+
+def find_origins(results: dict) -> tuple[dict[str, Any], str]:
+    """Say how all rows came about, or in a text what rows came about how, where they are of several machines or days."""
+    origins: dict[str, list[str]] = {}
+    for row in results["rows"]:
+        origins.setdefault(harness.provenance(row.get("about", results["about"])), []).append(row["recipe"])
+    if len(origins) == 1:
+        return results["about"], ""
+    lines = "".join(f"\n{', '.join(recipes)}: {origin}.\n" for origin, recipes in origins.items())
+    return {"command": results["about"]["command"]}, lines
 
 
 HEADS = ("recipe", "held out", "mean, roundings", "SD", "mean, seeds", "SD", "SD / SD", "auto - safe", "parts at step")
@@ -297,13 +319,14 @@ def markdown(results: dict) -> str:
         for name, run in row["runs"].items():
             values = ", ".join(f"{readable(metric)} {run[metric]:.4f}" for metric in metrics)
             runs.append([row["recipe"], name, values, run.get("parts_at") or "-"])
+    about, origins = find_origins(results)
     return harness.page(
         "Results of recipes over roundings and seeds",
         "stability.py",
-        results["about"],
+        about,
         f"SD: standard deviation. auto - safe: mean and standard error over {NUM_SEEDS} seeds.\n\n"
         f"{harness.table(HEADS, summaries)}\nEvery run:\n\n"
-        f"{harness.table('recipe | run | held out | parts at step', runs)}",
+        f"{harness.table('recipe | run | held out | parts at step', runs)}{origins}",
     )
 
 
