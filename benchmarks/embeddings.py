@@ -1,6 +1,6 @@
 """Training embeddings with negatives of the whole batch: speed and memory beside sentence-transformers' cached loss.
 
-    make bench NAME=embeddings                                # 15 minutes on 2 cores that nothing else uses
+    make bench NAME=embeddings                                # half an hour on 2 cores that nothing else uses
     python benchmarks/embeddings.py --only ragged --rounds 3
 
 An encoder with random weights learns pairs of drawn words, all texts of equal length, or of log-normal lengths. Both programs
@@ -9,6 +9,8 @@ that their first losses are the same is checked. Both embed the texts of a batch
 CachedMultipleNegativesRankingLoss in SentenceTransformerTrainer, and scripts/train_embeddings.py.
 
 The programs run in turns (SIGSTOP, SIGCONT; see harness.py).
+
+Results of workloads and batches that are not run are kept from the old file.
 
 - Ratio: our pairs per second / the other's in the same round; median, smallest and largest of the rounds.
 - Memory: largest resident memory of the process, and beyond what was resident when the model had been built; of a small and of
@@ -133,7 +135,15 @@ def measure(name: str, batch: int, num_rounds: int, work: Path, threads: int) ->
         edges = ends[: 1 + num_rounds * NUM_STEPS : NUM_STEPS]
         rates[title] = [batch * NUM_STEPS / (end - begin) for begin, end in itertools.pairwise(edges)]
     base = {title: int(Path(f"{file}.base").read_text()) * 1024 / 1e9 for title, file in files.items()}
-    row = {"workload": name, "batch": batch, "data": data, "losses": losses, "rates": rates, "peaks": peaks}
+    row = {
+        "name": f"{name}, {batch}",
+        "workload": name,
+        "batch": batch,
+        "data": data,
+        "losses": losses,
+        "rates": rates,
+        "peaks": peaks,
+    }
     return row | {"memory": {title: peaks[title] - base[title] for title in files}}
 
 
@@ -143,7 +153,8 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
     about = harness.about("make bench NAME=embeddings", PACKAGES, arguments.threads)
-    rows = []
+    names = [f"{workload}, {batch}" for workload in arguments.only for batch in arguments.batches]
+    rows = harness.read_other_rows(arguments.output, "rows", "name", names)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         os.environ["HF_HOME"] = str(work / "home")
@@ -153,6 +164,7 @@ def main() -> None:
                 num_rounds = arguments.rounds if batch == min(arguments.batches) else 1
                 rows.append(measure(workload, batch, num_rounds, work, arguments.threads))
                 print(rows[-1], file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: (row["workload"], row["batch"]))
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
 
@@ -160,10 +172,8 @@ def main() -> None:
 def markdown(results: dict[str, Any]) -> str:
     lines = []
     for row in results["rows"]:
-        data, first = row["data"], min(other["batch"] for other in results["rows"])
-        small = next(
-            other for other in results["rows"] if (other["workload"], other["batch"]) == (row["workload"], first)
-        )
+        data = row["data"]
+        small = min((o for o in results["rows"] if o["workload"] == row["workload"]), key=lambda other: other["batch"])
         cells = [
             f"{row[kind][title]:.2f} ({row[kind][title] / small[kind][title]:.2f})"
             for kind in ("memory", "peaks")
