@@ -348,6 +348,14 @@ def test_a_model_that_says_the_same_of_all_texts_finds_nothing():
     assert one["recall_at_1"] == 1  # there is one text only
 
 
+def test_runs_of_before_false_negatives_were_left_out_go_on():
+    """Their fingerprint is without the field; a margin changes it."""
+    fields = [
+        load("embeddings_small_cpu", changes).decisive_fields() for changes in ({}, {"false_negative_margin": 0.1})
+    ]
+    assert ["false_negative_margin" in each for each in fields] == [False, True]
+
+
 def test_duplicates_are_no_negatives(train, tmp_path):
     """All texts alike: masked, nothing is left to compare; not masked, the loss is that of guessing. Nothing is NaN."""
     file = tmp_path / "same.jsonl"

@@ -180,6 +180,12 @@ class EmbeddingTraining(Recipe):
         *list_adapter_rules(("lora_alpha", "lora_dropout")),
     )
 
+    def decisive_fields(self) -> dict[str, Any]:
+        fields = super().decisive_fields()
+        if self.false_negative_margin is None:  # fingerprints of earlier versions, which had no such field
+            del fields["false_negative_margin"]
+        return fields
+
     @property
     def loss_weights(self) -> dict[str, float]:
         """Name and weight of the only loss term, a mean over samples."""
