@@ -69,7 +69,7 @@ finetune-lm: venv ## teach a tiny Llama to answer drawn questions: at most 5 min
 		scripts/finetune_causal_lm.py --recipe sft_small_cpu --eval_steps 450 --num_generations 500 --generation_length 24 \
 		--output_dir runs/sft_small_cpu --overwrite_output_dir
 
-test: venv check ## all tests, offline: 12 to 19 minutes on 2 cores, by their kind
+test: venv check ## all tests, offline: 12 to 22 minutes on 2 cores, by their kind
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-fast: venv ## the tests that launch no processes
