@@ -18,6 +18,7 @@ from stepaudit.samples import (
     PREDICTION_TOLERANCE,
     count_dropped_samples,
     explain_samples,
+    has_as_many_in_steps,
     has_fewer_samples,
     has_same_samples,
     is_first_step_early,
@@ -271,7 +272,8 @@ def _find_wrong_end(reference: Processes, other: Processes, is_early: bool, is_w
     if is_early:  # what is left at the end follows from it
         return [Finding("first_window", "step 1", f"then every {len(get_window(steps[1]))}: step % k == 0?")]
     num_left = len(_list_unfinished(recording))
-    if num_left and (is_wrong or len(steps) < len(true_steps)) and not _list_unfinished(reference[0]):
+    is_lost = len(steps) < len(true_steps) or (is_wrong and not has_as_many_in_steps(reference, other))
+    if num_left and is_lost and not _list_unfinished(reference[0]):
         return [Finding("last_window", "at the end", f"{num_left} micro-batches without a step")]
     if not num_left and (num_samples := count_dropped_samples(reference, other)):
         return [Finding("dropped", f"step {len(true_steps)}", f"{num_samples} samples, too few for a whole step")]

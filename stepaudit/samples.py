@@ -44,6 +44,15 @@ def has_fewer_samples(reference: Processes, other: Processes) -> bool:
     return None not in counts and counts[1] < counts[0]
 
 
+def has_as_many_in_steps(reference: Processes, other: Processes) -> bool:
+    """Tell whether the steps of both layouts have as many samples, so that what is behind them is in no step of either."""
+    counts = [
+        [m.num_rows for t in range(len(processes[0].steps)) for m in list_micro_steps(processes, t)]
+        for processes in (reference, other)
+    ]
+    return not any(None in rows for rows in counts) and sum(counts[0]) == sum(counts[1])
+
+
 def has_same_samples(reference: Processes, other: Processes, t: int) -> bool | None:
     """Tell whether step t + 1 has the reference's samples; None if that is unknown.
 

@@ -16,7 +16,19 @@ def is_causal(recording: Recording) -> bool:
 
 
 def list_micro_steps(processes: Processes, t: int) -> list[MicroStep]:
-    return [m for process in processes if t < len(process.steps) for m in process.steps[t].micro_steps]
+    """List the micro-batches of step t + 1 on all processes.
+
+    The rest of the epoch before, whose gradient the program has thrown away, is of no step.
+    """
+    return [m for process in processes if t < len(process.steps) for m in _leave_out_rest(process.steps[t])]
+
+
+def _leave_out_rest(step: Step) -> list[MicroStep]:
+    window = get_window(step)
+    rest = step.micro_steps[: -len(window)] if window else []
+    is_earlier = all(m.epoch is not None and window[0].epoch is not None and m.epoch < window[0].epoch for m in rest)
+    # Where nothing was touched, the gradient of a micro-batch was 0
+    return window if is_earlier and window and window[0].is_touched else step.micro_steps
 
 
 def list_all_micro_steps(processes: Processes) -> list[MicroStep]:
