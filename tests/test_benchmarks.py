@@ -35,6 +35,7 @@ SHORT = """
     noise_scale --only coverage --num_runs 1 --num_measurements 2 --problems even --layouts 0
     own_loops --only "ExactTrainer beside Trainer, BERT's two terms" --rounds 1
     reliability --kills 1 --damages 2
+    routers --only global --rounds 1 --steps 4
     scaling --rounds 1
     sharding
     startup --only pretrain_gpt2 --rounds 1

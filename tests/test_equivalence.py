@@ -91,8 +91,7 @@ CUTS_IN_TIME = {
 }
 
 
-EVERY_CUT = {("documents", *cut) for cut in CUTS_IN_TIME}
-EVERY_CUT |= {(workload, *cut) for workload in WORKLOADS for cut in ((32, "float32"), (10, "float64"))}
+EVERY_CUT = {(workload, 10, "float64") for workload in WORKLOADS} | {("bert", *cut) for cut in CUTS_IN_TIME}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ CUTS_IN_SPACE = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("cuts", keep(CUTS_IN_SPACE, ["2", "3"]))
+@pytest.mark.parametrize("cuts", keep(CUTS_IN_SPACE, ["3"]))
 def test_every_cut_in_space_is_the_same_step(reference, train_on, cuts):
     runs = {}
     for workload, batch, cap, dtype in CUTS_IN_SPACE[cuts]:

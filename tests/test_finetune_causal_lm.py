@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from cases import keep
+from cases import keep, thorough
 from common import evaluations, load_benchmark, metrics, samples_of_steps
 from compare import check, parameters, relative, same_weights, untimed_metrics
 from rooms import PAGES, read_card
@@ -73,7 +73,7 @@ def reference(finetune, references, tmp_path_factory):
     return train_whole
 
 
-@pytest.mark.parametrize("workload", keep(WORKLOADS, ["llama", "lora", "dpo", "simpo"]))
+@pytest.mark.parametrize("workload", keep(WORKLOADS, ["llama", "lora", "dpo"]))
 def test_every_cut_in_time_is_the_same_step(finetune, reference, workload):
     whole = reference(workload, "float64")
     assert all(line["grad_norm"] > 0 for line in metrics(whole))
@@ -178,7 +178,7 @@ def test_the_saved_model_answers_in_its_chat_template(finetune):
 
 
 @pytest.mark.rooms
-@pytest.mark.parametrize("workload", ["dpo", "lora"])
+@pytest.mark.parametrize("workload", [thorough("dpo"), "lora"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
     more = f"{SMALL} --eval_steps 4 --record_samples{WORKLOADS[workload]}"
     if workload == "lora":  # on a mixture, too

@@ -439,7 +439,7 @@ DPO = {"objective": "dpo", "dataset_name": "builtin/drawn_pairs", "train_on": "c
         ({"architecture": "gemma3_text"} | LORA, 8, "bf16", False),
         thorough({"architecture": "olmo2"}, 8, "no", False),
         thorough({"architecture": "gemma2"}, 8, "bf16", False),
-        ({"architecture": "gemma2"} | LORA, 16, "no", True),
+        thorough({"architecture": "gemma2"} | LORA, 16, "no", True),
         thorough({"architecture": "llama", "lora_targets": ["q_proj", "v_proj"]} | LORA, 8, "bf16", False),
         ({"architecture": "mistral"} | DPO, 4, "bf16", False),
     ],

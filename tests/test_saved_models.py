@@ -8,6 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from cases import thorough
 from chat_bases import CHATML, EXPERTS, GROUPED, make_tokenizer, save_base, write_chats
 from common import evaluations, fresh_accelerator, metrics
 from compare import untimed_metrics
@@ -145,7 +146,7 @@ def test_texts_end_by_the_tokens_that_they_were_trained_with(train, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "flags"),
     [
-        ("llama", GROUPED, LORA),
+        thorough("llama", GROUPED, LORA),
         ("llama", GROUPED, f"{LORA} --use_dora"),
         ("llama", GROUPED, f"{LORA} --modules_to_save lm_head"),
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, f"{LORA} --lora_targets c_attn"),

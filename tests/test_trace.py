@@ -83,7 +83,7 @@ MANY_WORDS = {"num_layers": 2, "vocab_size": 20000}
         *(thorough("bert", {"vocab_size": 4000}, kind, way) for kind in ("no", "bf16") for way in (False, True)),
         thorough("bert", MANY_WORDS, "no", False),
         thorough("bert", MANY_WORDS, "no", True),
-        ("bert", MANY_WORDS, "bf16", False),
+        thorough("bert", MANY_WORDS, "bf16", False),
         thorough("bert", MANY_WORDS, "bf16", True),
     ],
 )
@@ -252,7 +252,7 @@ SIMILAR += ("bert_large_phase1", "finetune_mnli_bert_base", "gpt2_350m", "gpt2_7
 """Recipes whose trace takes long, of shapes that others are traced for."""
 
 
-ALWAYS = ("gpt2_small_cpu", "bert_small_cpu", "resnet_digits_cpu", "captcha_cpu", "dpo_small_cpu")
+ALWAYS = ("gpt2_small_cpu", "resnet_digits_cpu", "captcha_cpu")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_the_formula_of_group_normalisation():
 # Any model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", keep(CONFIGS, ["BertConfig", "ViTConfig"]))
 def test_any_config_is_traced(name, tmp_path):
     model_name, changes, length = CONFIGS[name]
     config = getattr(transformers, name)(**changes)
@@ -335,7 +335,7 @@ def larger(kind: str) -> dict:
     return {key: value for key, value in LARGER.items() if key in SMALL_CONFIGS[kind][1]}
 
 
-@pytest.mark.parametrize("kind", keep(SMALL_CONFIGS, ["GPT2LMHeadModel", "ResNetForImageClassification"]))
+@pytest.mark.parametrize("kind", keep(SMALL_CONFIGS, ["ResNetForImageClassification"]))
 def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
     save(tmp_path, kind, **larger(kind))
     is_image = kind.startswith("ResNet")
@@ -441,7 +441,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("kind", keep(EXPERTS, ["DeepseekV3ForCausalLM"]))
+@pytest.mark.parametrize("kind", keep(EXPERTS, ["MixtralForCausalLM"]))
 def test_experts_are_traced(kind, tmp_path, capfd):
     """Each token's products with one expert more: forward and backward of three matrices, in float32, also under autocast."""
     model_type, values, width = EXPERTS[kind]

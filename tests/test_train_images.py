@@ -81,7 +81,7 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     assert Image.open(output_dir / "predictions.png").size[0] > 1000
 
 
-@pytest.mark.parametrize("normalization", ["group", "batch"])
+@pytest.mark.parametrize("normalization", [thorough("group"), "batch"])
 def test_the_saved_classifier_is_the_trained_one(classify, normalization):
     """Loaded as the model card says, it sees what the program saw: the same pixels, the same accuracy."""
     output_dir = classify("run", f"{SMALL} --normalization {normalization}")
