@@ -111,6 +111,17 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+GIB_OF_A_WORKER = 6
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Choose half as many workers again as there are cores, where memory allows it: tests wait a third of their time, for processes and clocks."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(num_cores + num_cores // 2, int(gib / GIB_OF_A_WORKER)))
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave thorough cases out, unless -m asks for them, or one of the words names a test; and what needs a missing room."""
     if rooms.MISSING:
