@@ -116,7 +116,7 @@ GIB_OF_A_WORKER = 6
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Choose half as many workers again as there are cores, where memory allows it: tests wait a third of their time, for processes and clocks."""
+    """Choose three workers for two cores, where memory allows it: tests wait a third of their time, for processes."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(num_cores + num_cores // 2, int(gib / GIB_OF_A_WORKER)))
