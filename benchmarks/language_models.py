@@ -7,6 +7,7 @@ Every row of benchmarks/language_models.yaml. The memory has no constant that is
 """
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +21,16 @@ from stepplan import base_models, hardware, timing
 from stepplan.hardware import Hardware
 from stepplan.memory import Memory, planned_memory
 from stepplan.placement import RESERVED
-from stepplan.timing import SUSTAINED, Software, StepTime, Work
+from stepplan.timing import CALIBRATION, Calibration, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
 UNITS = {"GiB": 2**30, "GB": 1e9}
 
 
+@functools.cache
 def read_rows(kind: str) -> Any:
-    """Read the published rows, memory or time, or the programs or sources."""
+    """Read the published rows, memory or time, or the programs, models or sources."""
     return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
 
 
@@ -43,7 +45,8 @@ def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Pe
         is_quantized="quantized" in row,
         doubles_scales=row.get("quantized") != "single",
     )
-    shape = base_models.shape_from_config(base_models.find_base_model(row["model"]), row["model"])
+    config = read_rows("models").get(row["model"]) or base_models.find_base_model(row["model"])
+    shape = base_models.shape_from_config(config, row["model"])
     program = dict(programs[row["program"]])
     if program.pop("unties_head", False):
         shape = dataclasses.replace(shape, tied_head=False)
@@ -93,8 +96,60 @@ FLOAT8_RATE = 2
 """Rate of matmuls in 8 bits, over the rate in 16: the ratio of the peaks."""
 
 
-def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> StepTime:
-    """Predict the seconds of a step of a row."""
+@dataclasses.dataclass(frozen=True)
+class SpeedRow:
+    """A published speed, ready to be predicted: the work of a sample, and how its program computes it."""
+
+    published: dict[str, Any]
+    decoder: PeerDecoder
+    machine: Hardware
+    work: Work
+    software: Software
+
+    @property
+    def _recomputed(self) -> float:
+        return {"none": 0.0, "all": 1.0, "selective": 0.5}[self.published["recomputed"]]
+
+    def predict(self, calibration: Calibration = CALIBRATION) -> StepTime:
+        """Predict the seconds of a step."""
+        row, machine = self.published, self.machine
+        layout = solve_layout(
+            num_processes=machine.num_processes,
+            per_device_train_batch_size=row["b"],
+            gradient_accumulation_steps=row["k"],
+        )
+        step = timing.step_time(
+            *(self.work, layout, machine, "bf16", self.software),
+            gradient_checkpointing=self._recomputed,
+            sharded=row.get("sharded", False),
+            num_shards=row.get("num_shards"),
+            calibration=calibration,
+        )
+        if row.get("offloaded", False):
+            step = offload(step, self.work, self.software, machine, row["k"])
+        share = row.get("tensor_parallel", 1)
+        if share == 1:
+            return step
+        # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
+        sums = row["k"] * self.decoder.num_layers * (4 + 2 * self._recomputed)
+        size = 2 * row["b"] * self.decoder.length * self.decoder.hidden_size
+        pair = dataclasses.replace(machine, num_devices=share, num_nodes=1)
+        exposed = step.exposed_communication + sums * timing.all_reduce(pair, size, calibration)
+        return dataclasses.replace(step, exposed_communication=exposed)
+
+    def speed(self, calibration: Calibration = CALIBRATION) -> float:
+        """Predict the tokens per second and device."""
+        row = self.published
+        tokens = row["b"] * row["k"] * row["length"] / row.get("tensor_parallel", 1)
+        return tokens / self.predict(calibration).total
+
+    def ratio(self, calibration: Calibration = CALIBRATION) -> float:
+        """Compute predicted over published speed."""
+        return self.speed(calibration) / self.published["value"]
+
+
+def make_speed_row(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> SpeedRow:
+    """Make a row ready to be predicted."""
     decoder, machine = make_decoder(row, programs), hardware.parse(row["hardware"], row.get("network"))
     share = row.get("tensor_parallel", 1)
     if "memory_gb_per_s" in row:
@@ -102,14 +157,11 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         machine = dataclasses.replace(machine, device=device)
     # Devices that share layers are one process of the step, with the layer's work divided between them
     machine = dataclasses.replace(machine, num_devices=machine.num_devices // share)
-    layout = solve_layout(
-        num_processes=machine.num_processes,
-        per_device_train_batch_size=row["b"],
-        gradient_accumulation_steps=row["k"],
-    )
     work = timing.count_work(decoder, "bf16")
+    attention = work.attention
     if row.get("float8"):
-        layers = 6 * decoder.length * (decoder.num_parameters - decoder.num_outside)
+        in_layers = 1 - decoder.num_outside / decoder.num_parameters
+        layers = (work.flops - attention.flops) * in_layers
         work = dataclasses.replace(work, flops=work.flops - layers * (1 - 1 / FLOAT8_RATE))
     work = dataclasses.replace(
         work,
@@ -118,6 +170,7 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         num_logits=work.num_logits / share,
         num_parameters=work.num_parameters // share,
         num_trained=work.trained // share,
+        attention=attention._replace(flops=attention.flops / share),
     )
     is_mixed, is_sharded = row.get("weights", 2) == 4, row.get("sharded", False)
     software = Software(
@@ -125,26 +178,21 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         weight_bytes=28 if is_mixed else 10,  # 16-bit weights: two reads, a gradient, its sum
         frozen_bytes=10 if "quantized" in row else 4 + 12 * is_sharded,  # two reads; of 4 bits their copies, too
         optimizer_bytes=row.get("update", 40 if is_mixed else 14),
+        gradient_bytes=row.get("reduces", row.get("weights", 2)),
         gathered_bytes=2,
     )
-    recomputed = {"none": 0.0, "all": 1.0, "selective": 0.5}[row["recomputed"]]
-    step = timing.step_time(
-        *(work, layout, machine, "bf16", software),
-        gradient_checkpointing=recomputed,
-        sharded=is_sharded,
-        num_shards=row.get("num_shards"),
-        sustained=dict.fromkeys(SUSTAINED, sustained),
-    )
-    if row.get("offloaded", False):
-        step = offload(step, work, software, machine, row["k"])
-    if share == 1:
-        return step
-    # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
-    sums = row["k"] * decoder.num_layers * (4 + 2 * recomputed)
-    size = 2 * row["b"] * decoder.length * decoder.hidden_size
-    pair = dataclasses.replace(hardware.parse(row["hardware"]), num_devices=share, num_nodes=1)
-    exposed = step.exposed_communication + sums * timing.all_reduce(pair, size)
-    return dataclasses.replace(step, exposed_communication=exposed)
+    return SpeedRow(row, decoder, machine, work, software)
+
+
+def read_speeds() -> list[SpeedRow]:
+    """Read the published speeds."""
+    programs = read_rows("programs")
+    return [make_speed_row(row, programs) for row in read_rows("time")]
+
+
+def find_held_out() -> set[str]:
+    """Find the sources to which nothing is fitted."""
+    return {name for name, source in read_rows("sources").items() if source.get("held_out")}
 
 
 HOST_LINK, HOST_MEMORY = 25e9, 200e9
@@ -164,57 +212,19 @@ def offload(step: StepTime, work: Work, software: Software, machine: Hardware, k
     return dataclasses.replace(step, exposed_communication=step.exposed_communication + waiting, optimizer=update)
 
 
-def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> float:
-    """Predict the tokens per second and device of a row."""
-    step = predict_time(row, programs, sustained)
-    return row["b"] * row["k"] * row["length"] / row.get("tensor_parallel", 1) / step.total
-
-
-def solve_sustained(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> float | None:
-    """Find the constant with which a row is predicted right; None: its chip has none, or no rate of products explains it."""
-    if hardware.parse(row["hardware"]).device.name.partition("-")[0] not in SUSTAINED:
-        return None
-    low, high = 0.3, 1.5
-    if not speed(row, programs, low) < row["value"] < speed(row, programs, high):
-        return None
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if speed(row, programs, middle) < row["value"] else (low, middle)
-    return low
-
-
-def fit_sustained(solved: list[tuple[str, float | None]]) -> float:
-    """Fit the one constant of the time: every source counts once, the median of its rows, and then the median of the sources.
-
-    Args:
-        solved: of each row its source and what `solve_sustained` finds.
-    """
-    by_source: dict[str, list[float]] = {}
-    for source, value in solved:
-        if value is not None:
-            by_source.setdefault(source, []).append(value)
-    return round(statistics.median(map(statistics.median, by_source.values())), DIGITS)
-
-
-def compare_time(
-    rows: list[dict[str, Any]], programs: dict[str, dict[str, Any]], solved: list[tuple[str, float | None]]
-) -> list[dict[str, Any]]:
-    """Compare predictions with throughputs: with the constant as it is, and fitted without the source of the row."""
-    fits = {
-        source: fit_sustained([pair for pair in solved if pair[0] != source])
-        for source in {row["source"] for row in rows}
-    }
-    results = []
+def compare_time(rows: list[SpeedRow]) -> list[dict[str, Any]]:
+    """Compare predictions with throughputs, and say whether something was fitted to their source."""
+    held_out, results = find_held_out(), []
     for row in rows:
-        step = predict_time(row, programs, SUSTAINED["h100"])
+        step, predicted = row.predict(), row.speed()
         results.append(
-            row
+            row.published
             | {
-                "predicted": speed(row, programs, SUSTAINED["h100"]),
-                "error": speed(row, programs, SUSTAINED["h100"]) / row["value"] - 1,
-                "without_source": speed(row, programs, fits[row["source"]]) / row["value"] - 1,
+                "predicted": predicted,
+                "error": predicted / row.published["value"] - 1,
+                "is_held_out": row.published["source"] in held_out,
                 "seconds": dataclasses.asdict(step) | {"total": step.total},
-                "num_devices": hardware.parse(row["hardware"]).num_processes,
+                "num_devices": row.machine.num_processes * row.published.get("tensor_parallel", 1),
             }
         )
     return results
@@ -254,11 +264,9 @@ def measure() -> dict[str, Any]:
     """Make all comparisons."""
     published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
     programs = published["programs"]
-    solved = [(row["source"], solve_sustained(row, programs)) for row in published["time"]]
-    time = compare_time(published["time"], programs, solved)
+    time = compare_time(read_speeds())
     return {
         "about": harness.about("make bench NAME=language_models", ()),
-        "fitted": fit_sustained(solved),
         "sources": published["sources"],
         "programs": programs,
         "memory": [compare_memory(row, programs) for row in published["memory"]],
