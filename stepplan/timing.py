@@ -241,7 +241,9 @@ def _count_attention(model: Model) -> Attention | None:
     """Count the work of a fused kernel; None: the model stores its scores, or has no formula."""
     if not isinstance(model, Transformer | Decoder) or model.stores_scores:
         return None
-    return Attention(model.attention_flops, model.sequence_length, model.head_size, model.is_causal, model.attention_kernel)
+    return Attention(
+        model.attention_flops, model.sequence_length, model.head_size, model.is_causal, model.attention_kernel
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ def all_reduce(hardware: Hardware, num_bytes: float, calibration: Calibration = 
     part with its peers of the other nodes, together S bytes over the network of a node.
     """
     device = hardware.device
-    link = _reachable_link(device, calibration), device.link_latency_us / 1e6
+    link = reachable_link(device, calibration), device.link_latency_us / 1e6
     network = hardware.network_gb_per_s * 1e9 * calibration.reachable_network, device.network_latency_us / 1e6
     if hardware.num_nodes == 1:
         return min(algorithm(hardware.num_devices, num_bytes, *link) for algorithm in ALL_REDUCE.values())
@@ -306,14 +308,14 @@ def all_gather(hardware: Hardware, num_bytes: float, calibration: Calibration = 
     A reduce-scatter takes the same time.
     """
     device, p = hardware.device, hardware.num_processes
-    bandwidth, latency = _reachable_link(device, calibration), device.link_latency_us
+    bandwidth, latency = reachable_link(device, calibration), device.link_latency_us
     if hardware.num_nodes > 1:
         network = hardware.network_gb_per_s * 1e9 * calibration.reachable_network
         bandwidth, latency = min(bandwidth, network), max(latency, device.network_latency_us)
     return ring(p, num_bytes, bandwidth, latency / 1e6) / 2
 
 
-def _reachable_link(device: Device, calibration: Calibration = CALIBRATION) -> float:
+def reachable_link(device: Device, calibration: Calibration = CALIBRATION) -> float:
     """Compute the bytes per second and direction that collectives reach between devices of a node."""
     part = REACHABLE_PCIE if device.link.startswith("PCIe") else calibration.reachable_link
     return device.link_gb_per_s * 1e9 * part
