@@ -311,9 +311,8 @@ def find_kinds(row: dict[str, Any]) -> list[str]:
 
 def is_in_range(row: dict[str, Any]) -> bool:
     """Whether the range that a plan would print holds the published speed."""
-    band = certainty.BANDS[find_kinds(row)[0]]
-    if certainty.is_host_bound(row["seconds"]["launches"], row["seconds"]["total"]):
-        band = max(band, certainty.HOST_BAND)
+    is_host_bound = certainty.is_host_bound(row["seconds"]["launches"], row["seconds"]["total"])
+    band = certainty.HOST_BAND if is_host_bound else certainty.BAND
     return 1 / (1 + band) <= 1 + row["error"] <= 1 + band
 
 

@@ -9,8 +9,9 @@ from stepplan.decoder import Decoder
 from stepplan.hardware import Hardware
 from stepplan.placement import Placement
 
-BANDS = {"one device": 0.22, "one node": 0.25, "several nodes": 0.13}
-"""Width of the range by the number of devices: a speed lies between the predicted one divided and multiplied by 1 + width."""
+BAND = 0.25
+"""Width of the range: a speed lies between the predicted one divided and multiplied by 1 + width. One for all numbers of devices,
+although several nodes and long samples would need less: they have few sources, and a new one is further off than a known one."""
 HOST_BAND = 0.6
 """The same where starting kernels takes a quarter of the step: how much of it hides differs by program."""
 UNKNOWN = 1.5
@@ -42,11 +43,9 @@ class Certainty(NamedTuple):
 
 def judge_hardware(hardware: Hardware) -> Certainty:
     """Judge a speed on some hardware, of samples and models like the published ones."""
-    single, one_node = hardware.num_processes == 1, hardware.num_nodes == 1
-    band = BANDS["one device" if single else "one node" if one_node else "several nodes"]
     reasons = [f"of {hardware.device.name}"] * (hardware.device.name not in COMPARED)
     reasons += [f"on more than {MOST_NODES} nodes"] * (hardware.num_nodes > MOST_NODES)
-    return Certainty(band * UNKNOWN ** len(reasons), tuple(reasons))
+    return Certainty(BAND * UNKNOWN ** len(reasons), tuple(reasons))
 
 
 def judge(placement: Placement) -> Certainty:

@@ -493,8 +493,10 @@ class Decoder(Activations):
 
     @property
     def kernels_per_layer(self) -> int:
-        """Kernels of a layer's forward and backward, none fused: about 180, counted on fake tensors; 95 more with adapters."""
-        return 180 + 95 * (self.method.rank is not None)
+        """Kernels of a layer's forward and backward, none fused: about 180, counted on fake tensors; 95 more of 7 adapters."""
+        if self.method.rank is None:
+            return 180
+        return 180 + round(95 / 7 * sum(self.method.is_adapted(linear.name) for linear in self.shape.linears(False)))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Work

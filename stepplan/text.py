@@ -458,8 +458,8 @@ def explain_band(answers: list[dict[str, Any]]) -> str:
     reasons = " or ".join(dict.fromkeys(reason for answer in answers for reason in answer["never_compared"]))
     if reasons and len(answers) == 1:
         return f"the range is {width}, wider than held 9 of 10 published speeds, as none of them is {reasons}"
-    text = f"9 of 10 published speeds to which nothing was fitted lay within {width}"
-    return f"{text}; none of them is {reasons}, whose ranges are wider" if reasons else text
+    text = f"9 of 10 held-out published speeds lay within {width}"
+    return f"{text}; none of them is {reasons}" if reasons else text
 
 
 def _explain_missing(answer: dict[str, Any]) -> str:

@@ -186,11 +186,7 @@ def test_a_step_of_gpt2_xl_on_eight_a100():
     computing = ours.products + ours.attention + ours.memory_traffic + ours.weights + ours.launches
     assert ours.stragglers == pytest.approx(CALIBRATION.straggling * math.sqrt(2 * math.log(8)) * computing)
     assert ours.total == pytest.approx(
-        computing
-        + ours.stragglers
-        + ours.optimizer
-        + ours.loading
-        + ours.exposed_communication
+        computing + ours.stragglers + ours.optimizer + ours.loading + ours.exposed_communication
     )
     assert ours.at_peak == pytest.approx(512 * work.flops / (8 * 312e12))
     assert ours.share_of_peak == pytest.approx(ours.at_peak / ours.total)
@@ -421,10 +417,21 @@ def test_published_speeds_of_language_models():
     unfitted = [*held_out, *program.read_unfitted_gpts()]
     assert len(unfitted) >= (len(unfitted) + RESULTS["num_fitted"]) / 3
     assert program.summarize_kinds(unfitted) == results["unfitted"]
-    assert results["unfitted"]["all"]["median"] <= 0.095
+    middle = results["unfitted"]["all"]["median"]
+    assert middle <= 0.095
+    said = f"{len(unfitted)} held-out published speeds are missed by {middle:.1%} (median)"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
     assert results["unfitted"]["all"]["15%"] >= 0.75
-    assert set(results["unfitted"]) == {"one device", "one node", "several nodes", "above 4,096 tokens", "adapters", "all"}
-    assert all(0.87 <= row["in range"] <= 0.95 for row in results["unfitted"].values())
+    assert set(results["unfitted"]) == {
+        "one device",
+        "one node",
+        "several nodes",
+        "above 4,096 tokens",
+        "adapters",
+        "all",
+    }
+    assert all(row["in range"] >= 0.87 for row in results["unfitted"].values())
+    assert 0.88 <= results["unfitted"]["all"]["in range"] <= 0.95
     assert max(abs(row["error"]) for row in results["scaling"] if row["source"] not in {"qwen"}) <= 0.15
     counts = {count for row in results["scaling"] for count in row["devices"]}
     assert (min(counts), max(counts)) == (1, 512)
@@ -435,13 +442,13 @@ def test_ranges_are_wider_where_nothing_was_compared():
         return certainty.judge(place(from_recipe(load(name, changes)), parse(hardware)))
 
     usual = judge("8xa100-80")
-    assert usual == (certainty.BANDS["one node"], ())
+    assert usual == (certainty.BAND, ())
     assert judge("8xgaudi3") == (usual.band * certainty.UNKNOWN, ("of gaudi3",))
     assert judge("80x8xa100-80").reasons == ("on more than 64 nodes",)
     lora = {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "lora_rank": 16, "lora_alpha": 32, "train_file": "chats.jsonl"}
     many = judge("8xh100", "sft_small_cpu", **lora, max_seq_length=32_769, global_batch_size=8, max_train_steps=1)
     assert many.reasons == ("of samples of more than 32,768 tokens", "of experts")
-    assert many.band == pytest.approx(certainty.BANDS["one node"] * certainty.UNKNOWN**2)
+    assert many.band == pytest.approx(certainty.BAND * certainty.UNKNOWN**2)
 
 
 def test_every_compared_device_has_a_published_speed():
