@@ -10,8 +10,8 @@ from stepplan.hardware import Hardware
 from stepplan.placement import Placement
 
 BAND = 0.25
-"""Width of the range: a speed lies between the predicted one divided and multiplied by 1 + width. One for all numbers of devices,
-although several nodes and long samples would need less: they have few sources, and a new one is further off than a known one."""
+"""Width of the range: a speed lies between the predicted one divided and multiplied by 1 + width. One for all numbers of
+devices, although several nodes and long samples would need less: they have few sources, and a new one is further off."""
 HOST_BAND = 0.6
 """The same where starting kernels takes a quarter of the step: how much of it hides differs by program."""
 UNKNOWN = 1.5

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import statistics
 
 import pytest
 from common import PLANNED, ROOT, load_benchmark
