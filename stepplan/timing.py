@@ -67,7 +67,7 @@ CALIBRATION = Calibration(
 
 NEWTON_SCHULZ_STEPS = 5
 """Steps of Muon's iteration: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
-POWER_LIMITED = ("h100", "h200")
+POWER_LIMITED = ("h100", "h200", "h800", "gh200")
 """Chips whose large matmuls slow down at the limit of power: `Calibration.sustained`."""
 REACHABLE_PCIE = 28 / 63
 """Part of PCIe's bandwidth that collectives reach: 28 of 63 GB/s among eight RTX 5090 without peer-to-peer copies,
@@ -79,14 +79,15 @@ ATTENTION = {
     "b200": {"flash_2": (0.17, 0.15), "cudnn": (0.6, 0.5)},
 }
 """Chip -> kernel -> parts of the 16-bit peak that the forward and the backward of fused attention reach with long samples and
-heads of 128; other chips as of `FLASH`. Of an A100: FlashAttention up to 50 % and 35 %, FlashAttention-2 up to 73 % and
-63 % (Dao, 2023, arXiv:2307.08691, sections 1 and 3). Of an H100: 370 and 322 TFLOP/s of 989 by FlashAttention-2, 648 and 561 by
-FlashAttention-3, 595 and 516 by cuDNN (Shah et al., 2024, arXiv:2407.08608, figures 5 and 6); FlashAttention 1 there assumed
-as much slower as 2. Of a B200: 379 and 334 of 2,250 by FlashAttention-2, github.com/Dao-AILab/flash-attention/issues/1589; by
-cuDNN assumed."""
-SAME_CHIP = {"h200": "h100", "gb200": "b200"}
-NO_FLASH = ("v100", "t4", "2080ti", "mi300x", "mi325x", "gaudi3")
-"""Chips for which torch has no FlashAttention-2 of this kind; its kernels for them are taken to be as fast as version 1."""
+heads of 128; other chips as of `FLASH`. Of an A100: both passes together 25 to 40 % by FlashAttention and 50 to 73 % by
+FlashAttention-2 (Dao, 2023, arXiv:2307.08691, abstract); each pass as remembered from its figures, not opened. Of an H100:
+370 and 322 TFLOP/s of 989 by FlashAttention-2, 648 and 561 by FlashAttention-3, 595 and 516 by cuDNN (Shah et al., 2024,
+arXiv:2407.08608, figures 5 and 6); FlashAttention there assumed as much slower as 2. Of a B200: 379 and 334 of 2,250 by
+FlashAttention-2, github.com/Dao-AILab/flash-attention/issues/1589; by cuDNN assumed."""
+SAME_CHIP = {"h200": "h100", "h800": "h100", "gh200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200"}
+NO_FLASH = ("v100", "t4", "2080", "titan", "mi", "gaudi")
+"""Beginnings of chips for which torch has no FlashAttention-2 of this kind: its kernels for them are taken to be as fast as
+version 1."""
 HALF_RATE = 250
 """Keys of a query at which a kernel reaches half of that rate: 214, 260, 291, 310, 318 and 322 TFLOP/s for 512 to 16,384 tokens
 (the same figure, backward of FlashAttention-2); causal, a query has half as many."""
@@ -157,7 +158,8 @@ class Attention(NamedTuple):
         length: tokens of a sequence.
         head_size: width of a head.
         is_causal: whether the kernel leaves out half of the pairs.
-        kernel: flash_1, flash_2, flash_3 or cudnn; None: torch's choice for the device.
+        kernel: flash_1, flash_2, flash_3 or cudnn; None: torch's choice for the device, of 2.13 cuDNN on Hopper and Blackwell
+            (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
     """
 
     flops: float
@@ -171,7 +173,7 @@ class Attention(NamedTuple):
         chip = device.name.partition("-")[0]
         chip = SAME_CHIP.get(chip, chip)
         known = ATTENTION.get(chip, FLASH)
-        kernel = self.kernel or ("flash_1" if chip in NO_FLASH else "cudnn")
+        kernel = self.kernel or ("flash_1" if chip.startswith(NO_FLASH) else "cudnn")
         shares = known.get(kernel, known["flash_2"])
         keys = self.length / (1 + self.is_causal)
         rate = peak_flops(device, mixed_precision) * keys / (keys + HALF_RATE)
