@@ -2,11 +2,14 @@
 
     make bench NAME=language_models
 
-Every row of benchmarks/language_models.yaml. The memory has no constant that is fitted to a row; the time has one,
-`timing.SUSTAINED`.
+Every row of benchmarks/language_models.yaml, and of the speeds to which nothing is fitted also the GPTs of
+benchmarks/published.yaml. The memory has no constant that is fitted to a row; of the time, `make bench NAME=timing` fits them,
+but to no source that is held_out.
 """
 
 import dataclasses
+import functools
+import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +19,20 @@ import yaml
 from peer_decoder import PeerDecoder, PeerTuning, adjust_gradients
 
 from samestep.cut.layout import solve_layout
-from stepplan import base_models, hardware, timing
+from stepplan import base_models, certainty, hardware, timing
 from stepplan.hardware import Hardware
 from stepplan.memory import Memory, planned_memory
 from stepplan.placement import RESERVED
-from stepplan.timing import SUSTAINED, Software, StepTime, Work
+from stepplan.timing import CALIBRATION, Calibration, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
 UNITS = {"GiB": 2**30, "GB": 1e9}
 
 
+@functools.cache
 def read_rows(kind: str) -> Any:
-    """Read the published rows, memory or time, or the programs or sources."""
+    """Read the published rows, memory or time, or the programs, models or sources."""
     return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
 
 
@@ -43,7 +47,8 @@ def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Pe
         is_quantized="quantized" in row,
         doubles_scales=row.get("quantized") != "single",
     )
-    shape = base_models.shape_from_config(base_models.find_base_model(row["model"]), row["model"])
+    config = read_rows("models").get(row["model"]) or base_models.find_base_model(row["model"])
+    shape = base_models.shape_from_config(config, row["model"])
     program = dict(programs[row["program"]])
     if program.pop("unties_head", False):
         shape = dataclasses.replace(shape, tied_head=False)
@@ -93,8 +98,60 @@ FLOAT8_RATE = 2
 """Rate of matmuls in 8 bits, over the rate in 16: the ratio of the peaks."""
 
 
-def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> StepTime:
-    """Predict the seconds of a step of a row."""
+@dataclasses.dataclass(frozen=True)
+class SpeedRow:
+    """A published speed, ready to be predicted: the work of a sample, and how its program computes it."""
+
+    published: dict[str, Any]
+    decoder: PeerDecoder
+    machine: Hardware
+    work: Work
+    software: Software
+
+    @property
+    def _recomputed(self) -> float:
+        return {"none": 0.0, "all": 1.0, "selective": 0.5}[self.published["recomputed"]]
+
+    def predict(self, calibration: Calibration = CALIBRATION) -> StepTime:
+        """Predict the seconds of a step."""
+        row, machine = self.published, self.machine
+        layout = solve_layout(
+            num_processes=machine.num_processes,
+            per_device_train_batch_size=row["b"],
+            gradient_accumulation_steps=row["k"],
+        )
+        step = timing.step_time(
+            *(self.work, layout, machine, "bf16", self.software),
+            gradient_checkpointing=self._recomputed,
+            sharded=row.get("sharded", False),
+            num_shards=row.get("num_shards"),
+            calibration=calibration,
+        )
+        if row.get("offloaded", False):
+            step = offload(step, self.work, self.software, machine, row["k"])
+        share = row.get("tensor_parallel", 1)
+        if share == 1:
+            return step
+        # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
+        sums = row["k"] * self.decoder.num_layers * (4 + 2 * self._recomputed)
+        size = 2 * row["b"] * self.decoder.length * self.decoder.hidden_size
+        pair = dataclasses.replace(machine, num_devices=share, num_nodes=1)
+        exposed = step.exposed_communication + sums * timing.all_reduce(pair, size, calibration)
+        return dataclasses.replace(step, exposed_communication=exposed)
+
+    def speed(self, calibration: Calibration = CALIBRATION) -> float:
+        """Predict the tokens per second and device."""
+        row = self.published
+        tokens = row["b"] * row["k"] * row["length"] / row.get("tensor_parallel", 1)
+        return tokens / self.predict(calibration).total
+
+    def ratio(self, calibration: Calibration = CALIBRATION) -> float:
+        """Compute predicted over published speed."""
+        return self.speed(calibration) / self.published["value"]
+
+
+def make_speed_row(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> SpeedRow:
+    """Make a row ready to be predicted."""
     decoder, machine = make_decoder(row, programs), hardware.parse(row["hardware"], row.get("network"))
     share = row.get("tensor_parallel", 1)
     if "memory_gb_per_s" in row:
@@ -102,14 +159,11 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         machine = dataclasses.replace(machine, device=device)
     # Devices that share layers are one process of the step, with the layer's work divided between them
     machine = dataclasses.replace(machine, num_devices=machine.num_devices // share)
-    layout = solve_layout(
-        num_processes=machine.num_processes,
-        per_device_train_batch_size=row["b"],
-        gradient_accumulation_steps=row["k"],
-    )
     work = timing.count_work(decoder, "bf16")
+    attention = work.attention
     if row.get("float8"):
-        layers = 6 * decoder.length * (decoder.num_parameters - decoder.num_outside)
+        in_layers = 1 - decoder.num_outside / decoder.num_parameters
+        layers = (work.flops - attention.flops) * in_layers
         work = dataclasses.replace(work, flops=work.flops - layers * (1 - 1 / FLOAT8_RATE))
     work = dataclasses.replace(
         work,
@@ -118,6 +172,7 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         num_logits=work.num_logits / share,
         num_parameters=work.num_parameters // share,
         num_trained=work.trained // share,
+        attention=attention._replace(flops=attention.flops / share),
     )
     is_mixed, is_sharded = row.get("weights", 2) == 4, row.get("sharded", False)
     software = Software(
@@ -125,26 +180,21 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         weight_bytes=28 if is_mixed else 10,  # 16-bit weights: two reads, a gradient, its sum
         frozen_bytes=10 if "quantized" in row else 4 + 12 * is_sharded,  # two reads; of 4 bits their copies, too
         optimizer_bytes=row.get("update", 40 if is_mixed else 14),
+        gradient_bytes=row.get("reduces", row.get("weights", 2)),
         gathered_bytes=2,
     )
-    recomputed = {"none": 0.0, "all": 1.0, "selective": 0.5}[row["recomputed"]]
-    step = timing.step_time(
-        *(work, layout, machine, "bf16", software),
-        gradient_checkpointing=recomputed,
-        sharded=is_sharded,
-        num_shards=row.get("num_shards"),
-        sustained=dict.fromkeys(SUSTAINED, sustained),
-    )
-    if row.get("offloaded", False):
-        step = offload(step, work, software, machine, row["k"])
-    if share == 1:
-        return step
-    # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
-    sums = row["k"] * decoder.num_layers * (4 + 2 * recomputed)
-    size = 2 * row["b"] * decoder.length * decoder.hidden_size
-    pair = dataclasses.replace(hardware.parse(row["hardware"]), num_devices=share, num_nodes=1)
-    exposed = step.exposed_communication + sums * timing.all_reduce(pair, size)
-    return dataclasses.replace(step, exposed_communication=exposed)
+    return SpeedRow(row, decoder, machine, work, software)
+
+
+def read_speeds() -> list[SpeedRow]:
+    """Read the published speeds."""
+    programs = read_rows("programs")
+    return [make_speed_row(row, programs) for row in read_rows("time")]
+
+
+def find_held_out() -> set[str]:
+    """Find the sources to which nothing is fitted."""
+    return {name for name, source in read_rows("sources").items() if source.get("held_out")}
 
 
 HOST_LINK, HOST_MEMORY = 25e9, 200e9
@@ -164,57 +214,19 @@ def offload(step: StepTime, work: Work, software: Software, machine: Hardware, k
     return dataclasses.replace(step, exposed_communication=step.exposed_communication + waiting, optimizer=update)
 
 
-def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> float:
-    """Predict the tokens per second and device of a row."""
-    step = predict_time(row, programs, sustained)
-    return row["b"] * row["k"] * row["length"] / row.get("tensor_parallel", 1) / step.total
-
-
-def solve_sustained(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> float | None:
-    """Find the constant with which a row is predicted right; None: its chip has none, or no rate of products explains it."""
-    if hardware.parse(row["hardware"]).device.name.partition("-")[0] not in SUSTAINED:
-        return None
-    low, high = 0.3, 1.5
-    if not speed(row, programs, low) < row["value"] < speed(row, programs, high):
-        return None
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if speed(row, programs, middle) < row["value"] else (low, middle)
-    return low
-
-
-def fit_sustained(solved: list[tuple[str, float | None]]) -> float:
-    """Fit the one constant of the time: every source counts once, the median of its rows, and then the median of the sources.
-
-    Args:
-        solved: of each row its source and what `solve_sustained` finds.
-    """
-    by_source: dict[str, list[float]] = {}
-    for source, value in solved:
-        if value is not None:
-            by_source.setdefault(source, []).append(value)
-    return round(statistics.median(map(statistics.median, by_source.values())), DIGITS)
-
-
-def compare_time(
-    rows: list[dict[str, Any]], programs: dict[str, dict[str, Any]], solved: list[tuple[str, float | None]]
-) -> list[dict[str, Any]]:
-    """Compare predictions with throughputs: with the constant as it is, and fitted without the source of the row."""
-    fits = {
-        source: fit_sustained([pair for pair in solved if pair[0] != source])
-        for source in {row["source"] for row in rows}
-    }
-    results = []
+def compare_time(rows: list[SpeedRow]) -> list[dict[str, Any]]:
+    """Compare predictions with throughputs, and say whether something was fitted to their source."""
+    held_out, results = find_held_out(), []
     for row in rows:
-        step = predict_time(row, programs, SUSTAINED["h100"])
+        step, predicted = row.predict(), row.speed()
         results.append(
-            row
+            row.published
             | {
-                "predicted": speed(row, programs, SUSTAINED["h100"]),
-                "error": speed(row, programs, SUSTAINED["h100"]) / row["value"] - 1,
-                "without_source": speed(row, programs, fits[row["source"]]) / row["value"] - 1,
+                "predicted": predicted,
+                "error": predicted / row.published["value"] - 1,
+                "is_held_out": row.published["source"] in held_out,
                 "seconds": dataclasses.asdict(step) | {"total": step.total},
-                "num_devices": hardware.parse(row["hardware"]).num_processes,
+                "num_devices": row.machine.num_processes * row.published.get("tensor_parallel", 1),
             }
         )
     return results
@@ -254,15 +266,15 @@ def measure() -> dict[str, Any]:
     """Make all comparisons."""
     published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
     programs = published["programs"]
-    solved = [(row["source"], solve_sustained(row, programs)) for row in published["time"]]
-    time = compare_time(published["time"], programs, solved)
+    time = compare_time(read_speeds())
     return {
         "about": harness.about("make bench NAME=language_models", ()),
-        "fitted": fit_sustained(solved),
         "sources": published["sources"],
         "programs": programs,
         "memory": [compare_memory(row, programs) for row in published["memory"]],
         "time": time,
+        "unfitted": summarize_kinds([row for row in time if row["is_held_out"]] + read_unfitted_gpts()),
+        "fitted": summarize_kinds([row for row in time if not row["is_held_out"]]),
         "scaling": compare_scaling(time),
     }
 
@@ -280,6 +292,45 @@ def summarize(rows: list[dict[str, Any]], key: str = "error") -> dict[str, tuple
 def share_within(rows: list[dict[str, Any]], limit: float, key: str = "error") -> float:
     """Compute the share of rows whose error is at most `limit`."""
     return statistics.mean(abs(row[key]) <= limit for row in rows if row[key] is not None)
+
+
+def read_unfitted_gpts() -> list[dict[str, Any]]:
+    """Read the predictions of GPTs to which nothing is fitted, as `make bench NAME=timing` wrote them."""
+    rows = json.loads((harness.RESULTS / "timing.json").read_text(encoding="utf-8"))["sharded"]
+    return [row for row in rows if row["is_held_out"]]
+
+
+def find_kinds(row: dict[str, Any]) -> list[str]:
+    """Find the kinds of setting of a row of speeds, the first one by its devices."""
+    machine = hardware.parse(row["hardware"])
+    single, one_node = machine.num_processes == 1, machine.num_nodes == 1
+    kinds = ["one device" if single else "one node" if one_node else "several nodes"]
+    kinds += ["above 4,096 tokens"] * (row["length"] > 4096) + ["adapters"] * ("rank" in row)
+    return [*kinds, "all"]
+
+
+def is_in_range(row: dict[str, Any]) -> bool:
+    """Whether the range that a plan would print holds the published speed."""
+    is_host_bound = certainty.is_host_bound(row["seconds"]["launches"], row["seconds"]["total"])
+    band = certainty.HOST_BAND if is_host_bound else certainty.BAND
+    return 1 / (1 + band) <= 1 + row["error"] <= 1 + band
+
+
+def summarize_kinds(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Map each kind of setting to its number of rows, median error, shares within 10, 15 and 25 %, and in their ranges."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        for kind in find_kinds(row):
+            kinds.setdefault(kind, []).append(row)
+    return {
+        kind: {
+            "rows": len(group),
+            "median": statistics.median(abs(row["error"]) for row in group),
+            **{f"{limit:.0%}": share_within(group, limit) for limit in (0.1, 0.15, 0.25)},
+            "in range": statistics.mean(map(is_in_range, group)),
+        }
+        for kind, group in kinds.items()
+    }
 
 
 NO_TERMS = {"total", "at_peak", "communication", "share_of_peak"}
@@ -306,12 +357,12 @@ def sum_terms(terms: dict[str, float]) -> float:
 
 def describe(results: dict[str, Any]) -> str:
     """Say how far plans are from published trainings of language models, for docs/planner.md."""
-    (num_peaks, peaks, _), (num_speeds, speeds, _) = (
-        summarize(results[name], key)["all"] for name, key in (("memory", "error"), ("time", "without_source"))
-    )
+    num_peaks, peaks, _ = summarize(results["memory"])["all"]
+    unfitted = results["unfitted"]["all"]
     return (
-        f"Of {num_peaks} published peaks of memory of language models the median error is {peaks:.1%}; of {num_speeds} speeds, "
-        f"with their source\nleft out, {speeds:.1%} "
+        f"Of {unfitted['rows']} published speeds of language models to which nothing is fitted, the median error is "
+        f"{unfitted['median']:.1%}, {unfitted['15%']:.0%} lie within\n15%, and {unfitted['in range']:.0%} in the range "
+        f"that the plan prints; of {num_peaks} published peaks of memory the median error is\n{peaks:.1%} "
         "([benchmarks/results/language_models.md](../benchmarks/results/language_models.md)).\n"
     )
 
@@ -326,6 +377,19 @@ def markdown(results: dict[str, Any]) -> str:
             for source, (n, middle, worst) in summarize(rows, key).items()
         ]
         return harness.table("source | rows | median | worst", lines)
+
+    def kinds_table(kinds: dict[str, dict[str, float]]) -> str:
+        lines = [
+            [
+                kind,
+                f"{row['rows']}",
+                *(f"{row[name]:.1%}" if name == "median" else f"{row[name]:.0%}" for name in names),
+            ]
+            for kind, row in kinds.items()
+        ]
+        return harness.table(f"kind | rows | {' | '.join(names)}", lines)
+
+    names = ("median", "10%", "15%", "25%", "in range")
 
     def label(row: dict[str, Any]) -> str:
         kind = "full" if row.get("rank") is None else f"{'QLoRA' if 'quantized' in row else 'LoRA'} {row['rank']}"
@@ -347,7 +411,12 @@ def markdown(results: dict[str, Any]) -> str:
     time_lines = [
         [
             *describe(row),
-            *(f"{row['value']:,}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", f"{row['without_source']:+.1%}"),
+            *(
+                f"{row['value']:,}",
+                f"{row['predicted']:,.0f}",
+                f"{row['error']:+.1%}",
+                "" if row["is_held_out"] else "yes",
+            ),
         ]
         for row in time
     ]
@@ -374,11 +443,10 @@ def markdown(results: dict[str, Any]) -> str:
         f"**Memory**: {len(ran)} peaks, error of the plan {summarize(memory)['all'][1]:.1%} in the median, within 15 % in "
         f"{share_within(memory, 0.15):.0%}; {right[0]} of {len(ooms)} that ran out of memory are refused, {right[1]} of "
         f"{len(ran)} that ran are accepted.\n"
-        f"**Time**: {len(time)} speeds, {summarize(time, 'without_source')['all'][1]:.1%} in the median without their source, "
-        "within 25 % in "
-        f"{share_within(time, 0.25, 'without_source'):.0%}.\n\n"
-        "Memory has no fitted constant. Time has one of its own: the part of the reachable rate that Hopper chips keep, "
-        f"{results['fitted']}; all\nothers are those of timing.md, fitted to other models. "
+        f"**Time**: {results['unfitted']['all']['rows']} speeds to which nothing is fitted, GPTs of published.yaml among them: "
+        f"{results['unfitted']['all']['median']:.1%} in the median, within 15 % in "
+        f"{results['unfitted']['all']['15%']:.0%}.\n\n"
+        "Memory has no fitted constant. The constants of time are those of timing.md. "
         "What the programs do follows from their sources or is assumed, by source:\n\n"
         + harness.table("source | printed | assumed | where", source_lines)
         + "\nMemory by source:\n\n"
@@ -387,12 +455,16 @@ def markdown(results: dict[str, Any]) -> str:
         + harness.table("term | share | mean error", term_shares(memory, "items"))
         + "\nGB, 1e9 bytes:\n\n"
         + harness.table(f"{columns} published | planned | error", memory_lines)
-        + "\nTime by source, the constant fitted without it:\n\n"
-        + by_source(time, "without_source")
+        + "\nSpeeds to which nothing is fitted, by kind; in range: in the range that a plan prints.\n\n"
+        + kinds_table(results["unfitted"])
+        + "\nSpeeds of which some constant was fitted to their source:\n\n"
+        + kinds_table(results["fitted"])
+        + "\nTime by source:\n\n"
+        + by_source(time)
         + "\nTime by term:\n\n"
         + harness.table("term | share | mean error", term_shares(time, "seconds"))
         + "\nTokens per second and device:\n\n"
-        + harness.table(f"{columns} published | predicted | error | without its source", time_lines)
+        + harness.table(f"{columns} published | predicted | error | fitted", time_lines)
         + "\nSpeed per device on more devices, over that on few:\n\n"
         + harness.table("source | model | program | devices | published | predicted | error", scaling_lines),
     )
@@ -404,18 +476,22 @@ def main() -> None:
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "language_models":
         harness.write_part(harness.ROOT / "docs" / "planner.md", "language models", describe(results))
-    for name, key, limit, parts in (("memory", "error", 0.15, "items"), ("time", "without_source", 0.25, "seconds")):
+    for name, limit, parts in (("memory", 0.15, "items"), ("time", 0.25, "seconds")):
         rows = results[name]
-        for source, (count, middle, worst) in summarize(rows, key).items():
+        for source, (count, middle, worst) in summarize(rows).items():
             print(f"{name:6} {source:16} {count:3} rows, median {middle:.1%}, worst {worst:.1%}")
-        print(f"{name:6} within {limit:.0%}: {share_within(rows, limit, key):.0%}")
+        print(f"{name:6} within {limit:.0%}: {share_within(rows, limit):.0%}")
         for term, share, error in term_shares(rows, parts):
             print(f"{name:6} {term:21} {share:>4} of the total, mean error where it is a fifth: {error}")
+    for name in ("unfitted", "fitted"):
+        for kind, row in results[name].items():
+            print(
+                f"{name:8} {kind:18} {row['rows']:3} rows, median {row['median']:.1%}, within 15% {row['15%']:.0%}, "
+                f"in range {row['in range']:.0%}"
+            )
     for row in results["scaling"]:
         few, many = row["devices"]
         print(f"{row['source']:15} {row['model']:14} {few} to {many} devices: {row['error']:+.1%}")
-    if results["fitted"] != SUSTAINED["h100"]:
-        print(f"stepplan/timing.py must hold SUSTAINED {results['fitted']}; then run this again")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ class PeerDecoder(Decoder):
     """A decoder as another program trains it, in 16 bits.
 
     Attributes:
-        kernels: eager, a kernel per operator, or compiled, element-wise kernels fused.
         has_chunked_head: logits exist in parts only.
         logit_bytes: bytes per logit at the peak of a whole head.
         keeps_gradients: whether gradients exist while a forward is computed; False: they begin with its backward.
@@ -53,7 +52,6 @@ class PeerDecoder(Decoder):
             bitsandbytes did until 0.43.
     """
 
-    kernels: str = "eager"
     has_chunked_head: bool = True
     logit_bytes: float = 12
     keeps_gradients: bool = True

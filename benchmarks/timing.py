@@ -4,19 +4,20 @@
 
 Every row of benchmarks/published.yaml is predicted with the constants as they are in stepplan/timing.py, and with constants
 fitted to all rows but this one; but those of its machine (a publisher's numbers on one kind of device); but those of its
-chip, whoever published them; but those of its source, one table of one program. Rows under `sharded` are predicted only: no
-constant is fitted to them.
+chip, whoever published them; but those of its source, one table of one program. The fit has the rows under `sharded`, too,
+and those of benchmarks/language_models.yaml, but for sources that are held_out: to these nothing is ever fitted.
 """
 
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Any
 
 import harness
 import numpy as np
 import yaml
 from harness import table
-from language_models import compare_scaling, summarize, term_shares
+from language_models import compare_scaling, find_held_out, read_speeds, summarize, term_shares
 
 from samestep.cut.layout import solve_layout
 from samestep.recipe.catalog import load
@@ -25,19 +26,24 @@ from stepplan.timing import CALIBRATION, Calibration, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "published.yaml"
 DIGITS = 3  # of the constants in stepplan/timing.py
+ROUNDS, MORE_ROUNDS = 25, 4  # of a fit: from the first guesses, and from the constants of all rows
 MEDIAN, WORST = 0.15, 0.35  # what is promised of the two errors without the row
 REMARKABLE = 0.2  # rows further off say why
-SHARDED_WORST = 0.25  # what is promised of the rows that nothing is fitted to
-START = Calibration(10.0, 5.0, 10.0, 10.0, 3e-12, 5e-6, 0.9, 0.8, 5e-3)
+SHARDED_WORST = 0.25  # what is promised of GPTs, most of them held out
+START = Calibration(10.0, 10.0, 5.0, 10.0, 10.0, 3e-12, 5e-6, 0.9, 0.8, 0.8, 0.9, 0.02, 5e-3)
 MEANING = {
     "traffic_eager": "bytes moved per byte saved, a kernel per operator",
-    "traffic_compiled": "the same, element-wise kernels fused",
+    "traffic_scripted": "the same, fused in part by TorchScript",
+    "traffic_compiled": "the same, fused by torch.compile or by hand",
     "traffic_channels_last": "the same, convolutional networks",
     "traffic_channels_first": "the same, channels first",
     "stall": "seconds per byte saved that no bandwidth shortens, convolutional networks",
     "launch": "seconds per kernel",
     "reachable_fp32": "part of the float32 peak that products reach",
-    "reachable_link": "part of a link's bandwidth that collectives reach",
+    "reachable_link": "part of a link's bandwidth that collectives reach within a node",
+    "reachable_network": "the same between nodes",
+    "sustained": "part of that rate that matmuls of Hopper chips keep",
+    "straggling": "spread of a step's time over devices, as a part of it",
     "loading": "seconds of a core per photograph",
 }
 KINDS = {
@@ -68,19 +74,24 @@ class Row:
         return self.predict(calibration).samples_per_second(self.batch) / self.value
 
 
-def published_work(shape: dict, row: dict) -> Work:
-    """Make the work for a sample of a published row.
+def published_work(shape: dict, row: dict, software: dict) -> Work:
+    """Make the work for a sample of a published row, as its software computes it.
 
     Transformers there save, per layer and sample, 34 T h + 5 heads T^2 bytes in pure 16-bit arithmetic, 66 and 9 in float32
     (Korthikanti et al., 2022, arXiv:2205.05198, section 4).
     """
     mixed_precision = row["mixed_precision"]
+    kernels = {"kernels": software["kernels"], "attention_kernel": software.get("attention_kernel")}
     if "recipe" in shape:
         model = memory.model_from_recipe(load(shape["recipe"]))
         assert model.length == row["length"]
-        return timing.count_work(model, mixed_precision)
+        return timing.count_work(dataclasses.replace(model, **kernels), mixed_precision)
     if "gpt2" in shape:
-        return timing.count_work(transformer.gpt2(shape["gpt2"], row["length"], chunked_head=False), mixed_precision)
+        model = transformer.gpt2(shape["gpt2"], row["length"], chunked_head=False)
+        work = timing.count_work(dataclasses.replace(model, **kernels), mixed_precision)
+        if software.get("is_pure"):  # 34 T h as above, less two masks of dropout
+            work = dataclasses.replace(work, saved_bytes=32 * model.length * model.hidden_size * model.num_layers)
+        return work
     size = {"num_parameters": shape["parameters"], "num_layers": shape["layers"]}
     if "flops" in shape:
         loaded = 1 if "cores" in row else 0
@@ -96,8 +107,20 @@ def published_work(shape: dict, row: dict) -> Work:
     )
 
 
+def find_fitted(rows: list[Any]) -> list[Any]:
+    """Find the rows whose sources are not held out."""
+    sources = yaml.safe_load(PUBLISHED.read_text())["sources"]
+    held_out = find_held_out() | {name for name, source in sources.items() if source.get("held_out")}
+    return [row for row in rows if row.published["source"] not in held_out]
+
+
+def read_others() -> list[Any]:
+    """Read the other rows that constants are fitted to: GPTs and language models."""
+    return find_fitted([*read(kind="sharded"), *read_speeds()])
+
+
 def read(path: Path = PUBLISHED, kind: str = "rows") -> list[Row]:
-    """Read all published rows: those that constants are fitted to, or those of the kind `sharded`, which are only predicted."""
+    """Read published rows: `rows`, or the GPTs of the kind `sharded`."""
     published = yaml.safe_load(path.read_text())
     rows = []
     for row in published[kind]:
@@ -111,18 +134,21 @@ def read(path: Path = PUBLISHED, kind: str = "rows") -> list[Row]:
             per_device_train_batch_size=row["b"],
             gradient_accumulation_steps=row.get("k", 1),
         )
-        software = Software(**published["software"][row["software"]])
-        step = published_work(published["works"][row["work"]], row), layout, machine, row["mixed_precision"], software
+        software = published["software"][row["software"]]
+        work = published_work(published["works"][row["work"]], row, software)
+        about_model = ("attention_kernel", "is_pure")
+        software = Software(**{name: value for name, value in software.items() if name not in about_model})
+        step = work, layout, machine, row["mixed_precision"], software
         value = row["value"] / (row["length"] if row.get("unit") == "tokens" else 1)
         options = {"cores": row["cores"]} if "cores" in row else {}
         if kind == "sharded":
             value *= machine.num_processes
-            options = {"sharded": True, "gradient_checkpointing": row["recomputed"]}
+            options = {"sharded": row.get("sharded", True), "gradient_checkpointing": row["recomputed"]}
         rows.append(Row(row, value, layout.global_batch_size, step, options))
     return rows
 
 
-def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
+def fit(rows: list[Any], start: Calibration, num_rounds: int) -> Calibration:
     """Fit constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
 
     In logarithms of the constants, each row weighted by 1 / sqrt(|error|), at most 1 / sqrt(0.05): a robust fit, which a
@@ -163,17 +189,20 @@ def groups(row: Row) -> dict[str, str]:
 
 def measure(rows: list[Row]) -> dict:
     """Make the fit and every prediction."""
-    fitted = fit(rows, START, 60)
+    others = read_others()
+    fitted = fit(rows + others, START, ROUNDS)
     row_groups = [groups(row) for row in rows]
     fits = {
         group: fit(
-            [row for row, row_group in zip(rows, row_groups, strict=True) if group not in row_group.items()], START, 60
+            others + [row for row, row_group in zip(rows, row_groups, strict=True) if group not in row_group.items()],
+            START,
+            ROUNDS,
         )
         for group in sorted({group for row_group in row_groups for group in row_group.items()})
     }
     lines = []
     for index, (row, row_group) in enumerate(zip(rows, row_groups, strict=True)):
-        alone = fit(rows[:index] + rows[index + 1 :], fitted, 10)
+        alone = fit(rows[:index] + rows[index + 1 :] + others, fitted, MORE_ROUNDS)
         step = row.predict(CALIBRATION)
         lines.append(
             row.published
@@ -192,6 +221,7 @@ def measure(rows: list[Row]) -> dict:
     return {
         "about": about,
         "fitted": dataclasses.asdict(fitted),
+        "num_fitted": len(rows) + len(others),
         "rows": lines,
         "sharded": sharded,
         "scaling": scaling,
@@ -199,13 +229,15 @@ def measure(rows: list[Row]) -> dict:
 
 
 def predict_sharded() -> list[dict]:
-    """Predict the rows that nothing is fitted to."""
-    lines = []
-    for row in read(kind="sharded"):
+    """Predict the GPTs, and say whether something was fitted to their source."""
+    lines, rows = [], read(kind="sharded")
+    fitted = {row.published["source"] for row in find_fitted(rows)}
+    for row in rows:
         step = row.predict(CALIBRATION)
         predicted = row.published["value"] * row.ratio(CALIBRATION)
         seconds = dataclasses.asdict(step) | {"total": step.total, "share_of_peak": step.share_of_peak}
         changed = {"predicted": predicted, "error": row.ratio(CALIBRATION) - 1, "seconds": seconds}
+        changed["is_held_out"] = row.published["source"] not in fitted
         lines.append(row.published | changed | {"num_devices": row.step[1].num_processes})
     return lines
 
@@ -231,14 +263,14 @@ def by_machine(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
 
 def describe(results: dict) -> str:
     """Say how far predicted speeds are from published ones, for docs/planner.md."""
-    errors, others = summary(results["rows"]), [abs(row["error"]) for row in results["sharded"]]
+    errors, others = summary(results["rows"]), [abs(row["error"]) for row in results["sharded"] if row["is_held_out"]]
     row, machine, source = (errors[f"without_{kind}"] for kind in ("row", "machine", "source"))
     return (
-        f"Speed is predicted by arithmetic with nine constants, which are fitted to {len(results['rows'])} published "
-        "throughputs of other\n"
+        f"Speed is predicted by arithmetic with {len(results['fitted'])} constants, which are fitted to "
+        f"{results['num_fitted']} published throughputs of other\n"
         f"programs. The median error is {row[0]:.1%} of one that was left out of the fit, {machine[0]:.1%} of a machine that "
         f"was, {source[0]:.1%} of a\nsource that was; the worst is {source[1]:.1%}. "
-        f"Of {len(others)} throughputs with sharded weights, to which nothing is fitted, it is\n"
+        f"Of {len(others)} throughputs of GPTs, to which nothing is fitted, it is\n"
         f"{statistics.median(others):.1%}, the worst {max(others):.1%} "
         "([benchmarks/results/timing.md](../benchmarks/results/timing.md)).\n"
     )
@@ -288,11 +320,12 @@ def markdown(results: dict) -> str:
         [[row["source"], _label(row), row["hardware"], f"{row['without_machine']:+.0%}", row["why"]] for row in far],
     )
     sharded = table(
-        "source | work | hardware | software | b | recomputed | published | predicted | error | of peak",
+        "source | held out | work | hardware | software | b | recomputed | published | predicted | error | of peak",
         [
             [
                 *(
                     row["source"],
+                    "yes" if row["is_held_out"] else "",
                     _label(row),
                     row["hardware"],
                     row["software"],
@@ -334,7 +367,8 @@ def markdown(results: dict) -> str:
         "timing.py",
         results["about"],
         f"{len(rows)} published numbers from {len(by_name)} machines, each predicted by stepplan/timing.py. "
-        "Nine constants are fitted:\nto all rows; to all but the predicted one; to all but those of its machine, "
+        f"{len(results['fitted'])} constants are fitted, also to {results['num_fitted'] - len(rows)} rows of GPTs and language "
+        "models:\nto all rows; to all but the predicted one; to all but those of its machine, "
         "its chip, its source.\nA constant that only the rows left out decide stays at a first guess: "
         f"{guesses}.\n\n"
         f"{errors}\n"
@@ -350,8 +384,8 @@ def markdown(results: dict) -> str:
         f"{predictions}\n"
         f"Further off than {REMARKABLE:.0%}:\n\n"
         f"{reasons}\n"
-        "Sharded weights (FSDP): tokens per second and device, predicted with the constants above. "
-        "None of them is fitted to\nthese rows. Recomputed: share of the forward that the backward computes again. Llama: "
+        "GPTs, most of them sharded (FSDP): tokens per second and device, predicted with the constants above; to those that "
+        "are held out,\nnothing is fitted. Recomputed: share of the forward that the backward computes again. Llama: "
         "language_models.md.\n\n"
         f"{sharded}\n"
         "Speed per device on more devices, over that on few:\n\n"

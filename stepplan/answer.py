@@ -5,6 +5,7 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.recipe.exclusions import find_refusal
+from stepplan.certainty import Certainty, judge, judge_hardware
 from stepplan.convnet import ConvNet
 from stepplan.costs import Terms, describe_costs
 from stepplan.decoder import Decoder
@@ -19,10 +20,6 @@ from stepplan.workload import Workload
 POINTS = 100
 """Points of the learning rate's curve."""
 DRIVER = "torch 2.13 of PyPI is built for CUDA 13, which needs an NVIDIA driver of 580 or newer (nvidia-smi shows it)"
-SPEED_BAND = 0.31
-"""Largest relative error of a predicted speed, of 108 published ones: benchmarks/results/timing.md, without its source."""
-COMPARED = ("3090", "4090", "a100-40", "a100-40-sxm", "a100-80", "h100", "h200", "v100-16", "v100-32")
-"""Devices of those published speeds."""
 NO_TERMS = Terms()
 PHASES = ("forward", "backward", "optimizer_step")
 
@@ -72,7 +69,7 @@ def describe_placement(
     time, hardware, workload = placement.time, placement.hardware, placement.workload
     batch, seconds, watts = workload.global_batch_size, placement.seconds_to_end, hardware.device.watts
     device_hours = None if seconds is None else seconds / 3600 * hardware.num_processes
-    costs = describe_costs(placement, terms)
+    costs, certainty = describe_costs(placement, terms), judge(placement)
     return {
         "hardware": str(hardware),
         "device": hardware.device.description,
@@ -80,11 +77,10 @@ def describe_placement(
         "unverified": list(hardware.device.unverified),
         "notes": list(hardware.device.notes) or [DRIVER] * ("NVIDIA" in hardware.device.description),
         "write_command": write_command,
-        "speed_band": SPEED_BAND,
-        "is_speed_compared": hardware.device.name in COMPARED,
-        "seconds_to_end_range": _spread(seconds),
+        **_describe_certainty(certainty),
+        "seconds_to_end_range": _spread(seconds, certainty.band),
         **costs,
-        "cost_range": _spread(costs["cost"]),
+        "cost_range": _spread(costs["cost"], certainty.band),
         "host_memory": 4 * workload.model.num_parameters * hardware.num_devices,
         "strategy": placement.strategy,
         "reason": placement.reason,
@@ -106,9 +102,13 @@ def describe_placement(
     }
 
 
-def _spread(value: float | None) -> list[float] | None:
-    """Return the range of a value that is inversely proportional to the speed, where the speed errs by `SPEED_BAND`."""
-    return None if value is None else [value * (1 - SPEED_BAND), value * (1 + SPEED_BAND)]
+def _describe_certainty(certainty: Certainty) -> dict[str, Any]:
+    return {"speed_band": certainty.band, "never_compared": list(certainty.reasons)}
+
+
+def _spread(value: float | None, band: float) -> list[float] | None:
+    """Return the range of a value that is inversely proportional to the speed."""
+    return None if value is None else [value / (1 + band), value * (1 + band)]
 
 
 def _describe_model(workload: Workload) -> dict[str, Any]:
@@ -207,8 +207,7 @@ def describe_fits(
         "hardware": str(hardware),
         "device": hardware.device.description,
         "price_per_hour": price_per_hour,
-        "speed_band": SPEED_BAND,
-        "is_speed_compared": hardware.device.name in COMPARED,
+        **_describe_certainty(judge_hardware(hardware)),
         "rows": [_describe_fit(fit, price_per_hour) for fit in fits],
         "too_large": others,
     }

@@ -479,18 +479,24 @@ class Decoder(Activations):
 
     Attributes:
         recomputes_head: whether logits are computed again in the backward (objectives of pairs).
+        kernels: eager or compiled, which chooses the traffic of timing.CALIBRATION.
+        attention_kernel: as of `timing.Attention`.
     """
 
     recomputes_head: bool = False
+    kernels: str = "eager"
+    attention_kernel: str | None = None
 
     unit = "token"
     has_equal_layers = True
-    kernels = "eager"  # chooses the traffic of timing.CALIBRATION
+    is_causal = True
 
     @property
     def kernels_per_layer(self) -> int:
-        """Kernels of a layer's forward and backward, none fused: about 180, counted on fake tensors; 95 more with adapters."""
-        return 180 + 95 * (self.method.rank is not None)
+        """Kernels of a layer's forward and backward, none fused: about 180, counted on fake tensors; 95 more of 7 adapters."""
+        if self.method.rank is None:
+            return 180
+        return 180 + round(95 / 7 * sum(self.method.is_adapted(linear.name) for linear in self.shape.linears(False)))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Work
@@ -512,17 +518,27 @@ class Decoder(Activations):
         Attention of all pairs of tokens, not only of the causal half: kernels compute the half at about half the rate of
         matmuls. Within a window W a query is counted for 2 W - W^2 / T keys.
         """
-        shape, t = self.shape, self.sequence_length
+        shape = self.shape
         # The embedding is looked up, never multiplied; of experts only those that a token visits are
         head = self.hidden_size * (self.num_scored or self.vocab_size)
         router = shape.num_mixtures * shape.num_experts * self.hidden_size
         matrices = sum(linear.size for linear in self.linears) + head + router + self._num_visited
+        return round(self.length * (2 * matrices + 2 * self.num_adapter) + self.attention_flops / 3)
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of attention's products, forward and backward: see `forward_flops`."""
+        shape, t = self.shape, self.sequence_length
         seen: list[float] = [t] * self.num_layers
         if shape.window is not None and shape.window < t:
             near = 2 * shape.window - shape.window**2 / t
             seen = [t] * shape.num_global + [near] * (self.num_layers - shape.num_global)
-        width = self.shape.queries + self.shape.values
-        return round(self.length * (2 * matrices + 2 * width * sum(seen) + 2 * self.num_adapter))
+        return 3 * self.length * 2 * (shape.queries + shape.values) * sum(seen)
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head's queries."""
+        return self.shape.queries // self.shape.num_heads
 
     @property
     def _num_visited(self) -> int:
@@ -549,9 +565,9 @@ class Decoder(Activations):
         return self.forward_flops / self.flops_per_sample
 
     def traffic_bytes(self, *, autocast: bool) -> int:
-        """Count the bytes by which the traffic of element-wise kernels is measured: `saved_bytes` with all weights trained."""
+        """Count the bytes by which the traffic of element-wise kernels is measured: `saved_bytes`, all trained, none fused."""
         method = dataclasses.replace(self.method, rank=None, uses_dora=False, is_quantized=False)
-        return dataclasses.replace(self, method=method).saved_bytes(autocast=autocast)
+        return dataclasses.replace(self, method=method, kernels="eager").saved_bytes(autocast=autocast)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Memory

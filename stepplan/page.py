@@ -40,9 +40,11 @@ OPTIONAL = """
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 WORDS = {
     "products": "matrix products",
+    "attention": "fused attention",
     "memory_traffic": "memory traffic between them",
     "weights": "reading and casting weights",
     "launches": "starting kernels",
+    "stragglers": "waiting for the slowest device",
     "optimizer": "clipping and update",
     "loading": "waiting for samples",
     "exposed_communication": "waiting for communication",

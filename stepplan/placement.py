@@ -17,7 +17,15 @@ from samestep.recipe.rules import Refusal
 from stepplan.convnet import ConvNet
 from stepplan.hardware import Hardware
 from stepplan.memory import Memory, count_trained
-from stepplan.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
+from stepplan.timing import (
+    ALL_REDUCE,
+    CALIBRATION,
+    StepTime,
+    count_work,
+    default_software,
+    reachable_link,
+    step_time,
+)
 from stepplan.workload import Workload
 
 CONFIGS = shipped_folder("accelerate_configs")
@@ -62,7 +70,7 @@ class Placement:
         strategy: direct, accumulate, data parallel, or data parallel and accumulate.
         reason: reason for the strategy, in words.
         warnings: facts to know before the start.
-        time: seconds of a step, by cause; predicted for this repository's scripts without --torch_compile.
+        time: seconds of a step, by cause; predicted for this repository's scripts.
     """
 
     workload: Workload
@@ -173,6 +181,7 @@ class Placement:
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
         words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
+        words += ["--torch_compile"] if self.workload.model.kernels == "compiled" else []
         words += ["--attn_implementation", "eager"] if self.workload.model.eager_attention else []
         return (f"OMP_NUM_THREADS={cores} " if cores else "") + shlex.join(words)
 
@@ -386,7 +395,7 @@ def place(
         memory=memory,
         strategy=strategy,
         reason=reason,
-        warnings=tuple(_make_warnings(workload, layout, precision, hardware, time)),
+        warnings=tuple(_make_warnings(workload, layout, chosen, hardware, time)),
         time=time,
     )
 
@@ -474,7 +483,23 @@ def _choose_strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple
     )
 
 
-def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
+def _warn_of_link(workload: Workload, layout: Layout, way: Way, hardware: Hardware, time: StepTime) -> list[str]:
+    """Say what PCIe is assumed to carry, where devices of a machine exchange over it, and what half of that does."""
+    device = hardware.device
+    if hardware.num_processes == 1 or hardware.num_nodes > 1 or not device.link.startswith("PCIe"):
+        return []
+    halved = dataclasses.replace(device, link_gb_per_s=device.link_gb_per_s / 2)
+    slower = _predict_time(workload, dataclasses.replace(hardware, device=halved), layout, way).total
+    if not way.sharded and slower < (1 + WORTH) * time.total:
+        return []
+    return [
+        f"the devices exchange over {device.link}, of which {reachable_link(device) / 1e9:.3g} GB/s are taken to be reached; "
+        f"at half of that, as in slots of half the lanes, a step takes {slower:.3g} seconds, not {time.total:.3g}"
+    ]
+
+
+def _make_warnings(workload: Workload, layout: Layout, way: Way, hardware: Hardware, time: StepTime) -> list[str]:
+    precision = way.mixed_precision
     warnings, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
     batch, critical = layout.global_batch_size, workload.critical_batch_size
     if layout.shares[-1] == 0:
@@ -519,6 +544,7 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
             f"between nodes {hardware.network_gb_per_s:g} GB/s per node and direction{kind}: --network says another, for "
             "example --network 25GB/s or 200Gb/s"
         )
+    warnings += _warn_of_link(workload, layout, way, hardware, time)
     if time.exposed_communication > WAITING * time.total:
         network = "the network" if hardware.num_nodes > 1 else hardware.device.link
         waiting = time.exposed_communication / time.total

@@ -452,10 +452,14 @@ def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def explain_band(answers: list[dict[str, Any]]) -> str:
-    unknown = [answer["hardware"] for answer in answers if not answer["is_speed_compared"]]
-    text = f"published speeds were predicted {answers[0]['speed_band']:.0%} wrong at the worst"
-    names = ", ".join(unknown) if len(answers) > 1 else "this device"
-    return f"{text}, none of them of {names}" if unknown else text
+    """Say how sure speeds are, and what widens their ranges."""
+    widths = sorted({answer["speed_band"] for answer in answers})
+    width = " to ".join(f"{width:.0%}" for width in dict.fromkeys((widths[0], widths[-1])))
+    reasons = " or ".join(dict.fromkeys(reason for answer in answers for reason in answer["never_compared"]))
+    if reasons and len(answers) == 1:
+        return f"the range is {width}, wider than held 9 of 10 published speeds, as none of them is {reasons}"
+    text = f"9 of 10 held-out published speeds lay within {width}"
+    return f"{text}; none of them is {reasons}" if reasons else text
 
 
 def _explain_missing(answer: dict[str, Any]) -> str:

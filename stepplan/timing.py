@@ -7,7 +7,8 @@ Only communication overlaps with the backward, and loading with everything. Cons
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
@@ -32,35 +33,66 @@ class Calibration:
     """Constants that arithmetic does not give. Traffic: bytes moved per byte that the forward saves, by all kernels."""
 
     traffic_eager: float  # a kernel per operator
-    traffic_compiled: float  # element-wise kernels fused
+    traffic_scripted: float  # element-wise kernels fused in part, by TorchScript
+    traffic_compiled: float  # element-wise kernels fused, by torch.compile or by hand
     traffic_channels_last: float  # convolutional networks with batch normalisation, a kernel per operator
     traffic_channels_first: float  # the same, with changes of layout around the tensor cores' kernels
     stall: float  # seconds per byte saved that no bandwidth shortens, convolutional networks only
     launch: float  # seconds per kernel that is not fused: launching it, filling and draining the device
     reachable_fp32: float  # part of the float32 peak that matmuls reach
-    reachable_link: float  # part of the bandwidth between devices, and between nodes, that collectives reach
+    reachable_link: float  # part of the bandwidth between devices of a node that collectives reach
+    reachable_network: float  # the same between nodes
+    sustained: float  # part of `Device.reachable` that matmuls of `POWER_LIMITED` chips keep for minutes
+    straggling: float  # spread of the time of a step over devices that wait for the slowest, as a part of it
     loading: float  # seconds of one core to decode and crop an ImageNet photograph
 
 
-# `make bench NAME=timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to three digits;
-# tests/test_timing.py compares them with that fit.
+# `make bench NAME=timing` fits these numbers to the published rows whose sources are not held out, and rounds them to three
+# digits; tests/test_timing.py compares them with that fit.
 CALIBRATION = Calibration(
-    traffic_eager=12.9,
-    traffic_compiled=12.0,
-    traffic_channels_last=8.19,
-    traffic_channels_first=14.7,
-    stall=3.54e-12,
-    launch=1.05e-5,
-    reachable_fp32=0.903,
-    reachable_link=0.411,
-    loading=4.75e-3,
+    traffic_eager=12.6,
+    traffic_scripted=11.2,
+    traffic_compiled=10.3,
+    traffic_channels_last=8.18,
+    traffic_channels_first=14.8,
+    stall=3.5e-12,
+    launch=9.51e-06,
+    reachable_fp32=0.927,
+    reachable_link=0.476,
+    reachable_network=0.445,
+    sustained=0.957,
+    straggling=0.0235,
+    loading=0.00455,
 )
 
 NEWTON_SCHULZ_STEPS = 5
 """Steps of Muon's iteration: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
-SUSTAINED = {"h100": 0.746, "h200": 0.746}
-"""Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
-number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench NAME=language_models`."""
+POWER_LIMITED = ("h100", "h200", "h800", "gh200")
+"""Chips whose large matmuls slow down at the limit of power: `Calibration.sustained`."""
+REACHABLE_PCIE = 28 / 63
+"""Part of PCIe's bandwidth that collectives reach: 28 of 63 GB/s among eight RTX 5090 without peer-to-peer copies,
+github.com/NVIDIA/nccl/issues/1639."""
+
+FLASH = {"flash_1": (0.50, 0.35), "flash_2": (0.73, 0.63)}
+ATTENTION = {
+    "h100": {"flash_1": (0.256, 0.181), "flash_2": (0.374, 0.326), "flash_3": (0.655, 0.567), "cudnn": (0.60, 0.52)},
+    "b200": {"flash_2": (0.17, 0.15), "cudnn": (0.6, 0.5)},
+}
+"""Chip -> kernel -> parts of the 16-bit peak that the forward and the backward of fused attention reach with long samples and
+heads of 128; other chips as of `FLASH`. Of an A100: both passes together 25 to 40 % by FlashAttention and 50 to 73 % by
+FlashAttention-2 (Dao, 2023, arXiv:2307.08691, abstract); each pass as remembered from its figures, not opened. Of an H100:
+370 and 322 TFLOP/s of 989 by FlashAttention-2, 648 and 561 by FlashAttention-3, 595 and 516 by cuDNN (Shah et al., 2024,
+arXiv:2407.08608, figures 5 and 6); FlashAttention there assumed as much slower as 2. Of a B200: 379 and 334 of 2,250 by
+FlashAttention-2, github.com/Dao-AILab/flash-attention/issues/1589; by cuDNN assumed."""
+SAME_CHIP = {"h200": "h100", "h800": "h100", "gh200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200"}
+NO_FLASH = ("v100", "t4", "2080", "titan", "mi", "gaudi")
+"""Beginnings of chips for which torch has no FlashAttention-2 of this kind: its kernels for them are taken to be as fast as
+version 1."""
+HALF_RATE = 250
+"""Keys of a query at which a kernel reaches half of that rate: 214, 260, 291, 310, 318 and 322 TFLOP/s for 512 to 16,384 tokens
+(the same figure, backward of FlashAttention-2); causal, a query has half as many."""
+HEAD, OTHER_HEADS = 128, 0.85
+"""Rate with heads other than 128, over that with 128: 0.80 to 0.90 in the same figures for 64 and 256."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +100,7 @@ class Software:
     """Properties of a training program that decide its time.
 
     Attributes:
-        kernels: eager, compiled, channels_last or channels_first: chooses the traffic of the calibration.
+        kernels: eager, scripted, compiled, channels_last or channels_first: chooses the traffic of the calibration.
         weight_bytes: bytes moved per parameter in every micro-batch: casts, reads, the gradient and its sum.
         optimizer_bytes: bytes moved per parameter once per step: clipping and update.
         gradient_bytes: bytes of a gradient per parameter, as reduced between processes.
@@ -118,6 +150,38 @@ def default_software(
     return Software(kernels, weight_bytes + 6 * w, optimizer_bytes, gathered_bytes=w)
 
 
+class Attention(NamedTuple):
+    """The work of fused attention for a sample.
+
+    Attributes:
+        flops: FLOPs of all pairs of tokens, the backward as two forwards: a part of `Work.flops`.
+        length: tokens of a sequence.
+        head_size: width of a head.
+        is_causal: whether the kernel leaves out half of the pairs.
+        kernel: flash_1, flash_2, flash_3 or cudnn; None: torch's choice for the device, of 2.13 cuDNN on Hopper and Blackwell
+            (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
+    """
+
+    flops: float
+    length: int
+    head_size: int
+    is_causal: bool
+    kernel: str | None
+
+    def seconds(self, device: Device, mixed_precision: str) -> tuple[float, float]:
+        """Compute the seconds of the forward and of the backward, which computes the scores again: 5 products for 2."""
+        chip = device.name.partition("-")[0]
+        chip = SAME_CHIP.get(chip, chip)
+        known = ATTENTION.get(chip, FLASH)
+        kernel = self.kernel or ("flash_1" if chip.startswith(NO_FLASH) else "cudnn")
+        shares = known.get(kernel, known["flash_2"])
+        keys = self.length / (1 + self.is_causal)
+        rate = peak_flops(device, mixed_precision) * keys / (keys + HALF_RATE)
+        rate *= 1.0 if self.head_size == HEAD else OTHER_HEADS
+        forward = self.flops / 3 / (1 + self.is_causal) / rate
+        return forward / shares[0], 2.5 * forward / shares[1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The work for a sample, and the size of the model.
@@ -132,7 +196,7 @@ class Work:
         num_photographs: photographs to decode.
         num_trained: parameters that have gradients; None: all.
         forward_share: the forward's part of `flops`, which recomputing adds.
-        is_sustained: whether matmuls run at the rate of `SUSTAINED`.
+        attention: the part that a fused kernel computes; None: attention is matmuls as others.
     """
 
     flops: float
@@ -144,7 +208,7 @@ class Work:
     num_photographs: float = 0
     num_trained: int | None = None
     forward_share: float = 1 / 3
-    is_sustained: bool = False
+    attention: Attention | None = None
 
     @property
     def trained(self) -> int:
@@ -161,8 +225,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
-    is_decoder = isinstance(model, Decoder)
-    count_bytes = model.traffic_bytes if isinstance(model, Decoder) else model.saved_bytes
+    count_bytes = model.traffic_bytes if isinstance(model, Transformer | Decoder) else model.saved_bytes
     return Work(
         flops=model.flops_per_sample,
         saved_bytes=count_bytes(autocast=mixed_precision != "no"),
@@ -172,7 +235,16 @@ def count_work(model: Model, mixed_precision: str) -> Work:
         num_logits=model.num_logits,
         num_trained=count_trained(model),
         forward_share=model.forward_share if isinstance(model, Decoder) else 1 / 3,
-        is_sustained=is_decoder,
+        attention=_count_attention(model) if mixed_precision != "no" else None,
+    )
+
+
+def _count_attention(model: Model) -> Attention | None:
+    """Count the work of a fused kernel; None: the model stores its scores, or has no formula."""
+    if not isinstance(model, Transformer | Decoder) or model.stores_scores:
+        return None
+    return Attention(
+        model.attention_flops, model.sequence_length, model.head_size, model.is_causal, model.attention_kernel
     )
 
 
@@ -221,9 +293,9 @@ def all_reduce(hardware: Hardware, num_bytes: float, calibration: Calibration = 
     Over several nodes: reduce-scatter and all-gather inside each node, together a ring, and in between every device sums its
     part with its peers of the other nodes, together S bytes over the network of a node.
     """
-    device, part = hardware.device, calibration.reachable_link
-    link = device.link_gb_per_s * 1e9 * part, device.link_latency_us / 1e6
-    network = hardware.network_gb_per_s * 1e9 * part, device.network_latency_us / 1e6
+    device = hardware.device
+    link = reachable_link(device, calibration), device.link_latency_us / 1e6
+    network = hardware.network_gb_per_s * 1e9 * calibration.reachable_network, device.network_latency_us / 1e6
     if hardware.num_nodes == 1:
         return min(algorithm(hardware.num_devices, num_bytes, *link) for algorithm in ALL_REDUCE.values())
     fastest = min(algorithm(hardware.num_nodes, num_bytes, *network) for algorithm in ALL_REDUCE.values())
@@ -238,10 +310,17 @@ def all_gather(hardware: Hardware, num_bytes: float, calibration: Calibration = 
     A reduce-scatter takes the same time.
     """
     device, p = hardware.device, hardware.num_processes
-    bandwidth, latency = device.link_gb_per_s, device.link_latency_us
+    bandwidth, latency = reachable_link(device, calibration), device.link_latency_us
     if hardware.num_nodes > 1:
-        bandwidth, latency = min(bandwidth, hardware.network_gb_per_s), max(latency, device.network_latency_us)
-    return ring(p, num_bytes, bandwidth * 1e9 * calibration.reachable_link, latency / 1e6) / 2
+        network = hardware.network_gb_per_s * 1e9 * calibration.reachable_network
+        bandwidth, latency = min(bandwidth, network), max(latency, device.network_latency_us)
+    return ring(p, num_bytes, bandwidth, latency / 1e6) / 2
+
+
+def reachable_link(device: Device, calibration: Calibration = CALIBRATION) -> float:
+    """Compute the bytes per second and direction that collectives reach between devices of a node."""
+    part = REACHABLE_PCIE if device.link.startswith("PCIe") else calibration.reachable_link
+    return device.link_gb_per_s * 1e9 * part
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,9 +333,11 @@ class StepTime:
 
     Attributes:
         products: matmuls at the rate that the device reaches.
+        attention: fused attention at the rate of its kernel.
         memory_traffic: reads and writes of the kernels between the matmuls.
         weights: casts and reads of the weights, gradients and their sum, in every micro-batch.
         launches: starting kernels.
+        stragglers: waiting for the slowest device.
         optimizer: clipping and update.
         loading: waiting for samples that do not load behind the computation.
         exposed_communication: waiting for other processes.
@@ -265,9 +346,11 @@ class StepTime:
     """
 
     products: float
+    attention: float
     memory_traffic: float
     weights: float
     launches: float
+    stragglers: float
     optimizer: float
     loading: float
     exposed_communication: float
@@ -306,15 +389,16 @@ def step_time(
     reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
     calibration: Calibration = CALIBRATION,
-    sustained: Mapping[str, float] = SUSTAINED,
 ) -> StepTime:
     """Predict the seconds of an optimizer step, for the process with the largest share s = ceil(B / N).
 
-        products         s flops / (peak x reachable), of decoders x `SUSTAINED`
+        products         s flops / (peak x reachable), without those of fused attention
+        attention        at the rate of its kernel: `Attention.seconds`
         memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only,
                          and s num_logits times the bytes moved for each / memory bandwidth
         weights          k (N_trained weight_bytes + N_frozen frozen_bytes) / memory bandwidth
         launches         k kernels launch; none when compiled
+        stragglers       sqrt(2 ln N) straggling of all that: the slowest of N whose times scatter normally
         optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N; with Muon `_orthogonalization`
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
@@ -339,7 +423,7 @@ def step_time(
             all devices divide.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
-        calibration, sustained: other constants, to fit them.
+        calibration: other constants, to fit them.
 
     Raises:
         UsageError: a precision that the device lacks, or a layout for another number of processes.
@@ -353,20 +437,24 @@ def step_time(
     bandwidth = device.memory_gb_per_s * 1e9
     # Recomputing is a forward more: its products, its traffic, its reads of the weights, its launches
     passes = 1 + gradient_checkpointing * work.forward_share
-    fused = software.kernels == "compiled"
+    fused = software.kernels in ("scripted", "compiled")
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
     traffic = getattr(calibration, f"traffic_{software.kernels}")
 
+    fused_flops, attention = 0.0, 0.0
+    if work.attention is not None:
+        forward, backward = work.attention.seconds(device, mixed_precision)
+        fused_flops, attention = work.attention.flops, share * ((1 + gradient_checkpointing) * forward + backward)
     rate = reachable_flops(device, mixed_precision, calibration)
-    if work.is_sustained:
-        rate *= sustained.get(device.name.partition("-")[0], 1.0)
-    products = passes * share * work.flops / rate
+    again = passes * work.flops - fused_flops * (1 + gradient_checkpointing / 3)
+    products = share * again / rate
     logits = work.num_logits * (LOGIT_COMPILED if fused else LOGIT_EAGER)[mixed_precision] / bandwidth
     memory_traffic = share * (passes * work.saved_bytes * (traffic / bandwidth + stall) + logits)
     moved = work.trained * software.weight_bytes + (work.num_parameters - work.trained) * software.frozen_bytes
     weights = passes * k * moved / bandwidth
     launches = 0.0 if fused else passes * k * work.num_layers * work.kernels_per_layer * calibration.launch
-    computing = products + memory_traffic + weights + launches
+    computing = products + attention + memory_traffic + weights + launches
+    stragglers = calibration.straggling * math.sqrt(2 * math.log(layout.num_processes)) * computing
     parts = (num_shards or layout.num_processes) if sharded else 1
     if num_shards is not None and not (sharded and num_shards <= hardware.num_devices):
         raise UsageError(f"num_shards is {num_shards}, must be at most the {hardware.num_devices} devices of a node")
@@ -377,9 +465,11 @@ def step_time(
     orthogonalization, exchange, exposed_exchange = _orthogonalization(software, hardware, sharded, calibration)
     return StepTime(
         products=products,
+        attention=attention,
         memory_traffic=memory_traffic,
         weights=weights,
         launches=launches,
+        stragglers=stragglers,
         optimizer=optimizer + orthogonalization,
         loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
         exposed_communication=exposed + exposed_exchange,
@@ -438,6 +528,8 @@ def peak_flops(device: Device, mixed_precision: str) -> float:
 def reachable_flops(device: Device, mixed_precision: str, calibration: Calibration = CALIBRATION) -> float:
     """Compute the FLOP/s that large matmuls reach: the device's own part of its 16-bit peak, in float32 one part for all."""
     part = calibration.reachable_fp32 if mixed_precision == "no" else device.reachable
+    if mixed_precision != "no" and device.name.partition("-")[0] in POWER_LIMITED:
+        part *= calibration.sustained
     return peak_flops(device, mixed_precision) * part
 
 

@@ -72,6 +72,9 @@ class Transformer:
         is_unpadded: whether samples lie end to end in a row, and in attention's tables, of the sizes of `samestep.data.ragged`.
         more_outside_bytes: bytes per sample that are saved outside the layers beyond 8 h per token, float32 and autocast.
         window: number of places after a token that most layers see, for which all keep one mask; None: all places.
+        is_causal: whether a token sees those before it only.
+        kernels: eager or compiled, which chooses the traffic of timing.CALIBRATION.
+        attention_kernel: as of `timing.Attention`.
     """
 
     vocab_size: int
@@ -94,12 +97,41 @@ class Transformer:
     is_unpadded: bool = False
     more_outside_bytes: tuple[int, int] = (0, 0)
     window: int | None = None
+    is_causal: bool = False
+    kernels: str = "eager"
+    attention_kernel: str | None = None
 
     unit = "token"
     has_equal_layers = True  # they are recomputed and sharded one by one
-    kernels = "eager"  # chooses the traffic of timing.CALIBRATION
     kernels_per_layer = 68
     """Kernels of a layer's forward and backward: operators of transformers' BERT except views, counted; GPT-2 has 66."""
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether matrices of [T, T] are stored, as no fused kernel does."""
+        return self.eager_attention
+
+    @property
+    def sequence_length(self) -> int:
+        """T."""
+        return self.length
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def attention_flops(self) -> int:
+        """FLOPs of attention's products of all pairs of tokens, forward and backward."""
+        return 12 * self.num_layers * self.hidden_size * self.length**2
+
+    def traffic_bytes(self, *, autocast: bool) -> int:
+        """Count the bytes by which the traffic between products is measured: `saved_bytes`, compiled of a fused activation."""
+        spared = 0
+        if self.kernels == "compiled" and self.layer.matrices:
+            spared = self.layer.feed_forward_bytes[autocast] - INPUT_AND_OUTPUT[autocast] * self.layer.matrices[-1][1]
+        return self.saved_bytes(autocast=autocast) - self.num_layers * self.length * max(0, spared)
 
     @property
     def num_parameters(self) -> int:
@@ -497,6 +529,7 @@ def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) ->
         num_outside=num_outside,
         flops_per_sample=gpt2_flops(num_parameters, positions, h, layers, length),
         attention_dropout=shape["attn_pdrop"] > 0,
+        is_causal=True,
         chunked_head=chunked_head,
         keeps_masks=not chunked_head,
     )

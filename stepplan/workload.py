@@ -153,6 +153,27 @@ def from_model(
     )
 
 
+KERNELS = ("flash_1", "flash_2", "flash_3", "cudnn")
+"""Kernels of fused attention, as of `timing.Attention`."""
+
+
+def set_kernels(workload: Workload, *, compiled: bool, attention_kernel: str | None) -> Workload:
+    """Return the workload with layers that are compiled, or with another program's kernel of attention.
+
+    Raises:
+        UsageError: the model has no formula that knows of them.
+    """
+    if not compiled and attention_kernel is None:
+        return workload
+    if not isinstance(workload.model, Transformer | Decoder):
+        flag = "compiled" if compiled else "attention_kernel"
+        raise UsageError(f"{flag} is given, but the time of {workload.name} is planned without it: leave it out")
+    if attention_kernel is not None and workload.model.eager_attention:
+        raise UsageError(f"attention_kernel is {attention_kernel}, but attention is eager: leave one out")
+    kernels: dict[str, Any] = {"kernels": "compiled" if compiled else "eager", "attention_kernel": attention_kernel}
+    return dataclasses.replace(workload, model=dataclasses.replace(workload.model, **kernels))
+
+
 def _set_attention(model: Model, attention: str, name: str) -> Model:
     if attention == "sdpa":
         return model

@@ -29,7 +29,7 @@ def test_gpt2_xl_from_one_device_to_thousands():
     assert [row.weak.workload.global_batch_size // row.num_devices for row in rows] == [512] * 13
     assert str(rows[-1].weak.hardware) == "512x8xa100-80"
     assert rows[0].strong_efficiency == rows[0].weak_efficiency == 1
-    assert 0.95 < rows[3].strong_efficiency <= rows[3].weak_efficiency < 1
+    assert 0.94 < rows[3].strong_efficiency <= rows[3].weak_efficiency < 1
     first, *later = (row for row in grow(from_recipe(load("gpt2_xl_8xa100")), load_device("3090"), 8) if row.weak)
     assert (first.num_devices, first.weak.workload.global_batch_size) == (2, 512)
     assert [row.weak.workload.global_batch_size for row in later] == [1024, 2048]
@@ -54,7 +54,7 @@ def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     except UsageError:
         return
     placed = [row.strong.time for row in rows if row.strong]
-    computing = [time.total - time.exposed_communication for time in placed]
+    computing = [time.total - time.exposed_communication - time.stragglers for time in placed]
     assert all(second <= first * (1 + 1e-9) for first, second in itertools.pairwise(computing))
     efficiencies = [
         value for row in rows for value in (row.strong_efficiency, row.weak_efficiency) if value is not None

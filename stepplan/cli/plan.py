@@ -32,7 +32,7 @@ from stepplan.memory import model_from_recipe
 from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
 from stepplan.page import page
 from stepplan.placement import Placement, TooLargeError, place
-from stepplan.workload import Workload, format_flags, from_recipe
+from stepplan.workload import KERNELS, Workload, format_flags, from_recipe, set_kernels
 
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
@@ -67,6 +67,13 @@ class PlanSettings(HardwareSettings):
         "attention of transformers: sdpa, or eager, which stores every pair of tokens",
         choice("sdpa", "eager"),
         default="sdpa",
+    )
+    compiled: bool = setting("plan the time with compiled layers; the command has --torch_compile", default=False)
+    attention_kernel: str | None = setting(
+        "kernel of fused attention in another program, for its time: flash_1 (2022 to mid-2023), flash_2, flash_3 or cudnn; "
+        "none: that of torch 2.13",
+        choice(*KERNELS),
+        default=None,
     )
     sharded: bool = setting(
         "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
@@ -145,6 +152,11 @@ def answer_recipe(
     answer_plan(make, settings, subject, trace, words)
 
 
+def _set_kernels(make: Callable[[Mapping[str, Any]], Workload], settings: PlanSettings) -> Callable[..., Workload]:
+    kernels: dict[str, Any] = {"compiled": settings.compiled, "attention_kernel": settings.attention_kernel}
+    return lambda more: set_kernels(make(more), **kernels)
+
+
 def count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
     """Count the optimizer steps that read so many tokens, in samples of `length`.
 
@@ -199,6 +211,7 @@ def answer_plan(
         for flag in NEED_HARDWARE:
             if getattr(settings, flag) is not None:
                 raise UsageError(f"--{flag} needs hardware: add --on HARDWARE")
+    make = _set_kernels(make, settings)
     workload = make({})
     if settings.on is not None and "," in settings.on:
         _compare(workload, settings, subject, cut | options)

@@ -1,0 +1,64 @@
+"""Ranges of predicted speeds, which held nine of ten published ones to which nothing is fitted.
+
+`make bench NAME=language_models` counts how many they hold; tests/test_timing.py compares.
+"""
+
+from typing import NamedTuple
+
+from stepplan.decoder import Decoder
+from stepplan.hardware import Hardware
+from stepplan.placement import Placement
+
+BAND = 0.25
+"""Width of the range: a speed lies between the predicted one divided and multiplied by 1 + width. One for all numbers of
+devices, although several nodes and long samples would need less: they have few sources, and a new one is further off."""
+HOST_BAND = 0.6
+"""The same where starting kernels takes a quarter of the step: how much of it hides differs by program."""
+UNKNOWN = 1.5
+"""Factor of the width for each fact that no published speed has. Assumed."""
+COMPARED = (
+    "3090",
+    "4090",
+    "a100-40",
+    "a100-40-sxm",
+    "a100-80",
+    "b200",
+    "h100",
+    "h100-pcie",
+    "h200",
+    "v100-16",
+    "v100-32",
+)
+"""Devices of the published speeds."""
+LONGEST, MOST_NODES = 32_768, 64
+"""Longest samples and most nodes of the published speeds."""
+
+
+class Certainty(NamedTuple):
+    """The width of a range, and what widens it, in words."""
+
+    band: float
+    reasons: tuple[str, ...]
+
+
+def judge_hardware(hardware: Hardware) -> Certainty:
+    """Judge a speed on some hardware, of samples and models like the published ones."""
+    reasons = [f"of {hardware.device.name}"] * (hardware.device.name not in COMPARED)
+    reasons += [f"on more than {MOST_NODES} nodes"] * (hardware.num_nodes > MOST_NODES)
+    return Certainty(BAND * UNKNOWN ** len(reasons), tuple(reasons))
+
+
+def judge(placement: Placement) -> Certainty:
+    """Judge the speed of a placement."""
+    band, known = judge_hardware(placement.hardware)
+    model, time = placement.workload.model, placement.time
+    reasons = [f"of samples of more than {LONGEST:,} tokens"] * (model.length > LONGEST)
+    reasons += ["of experts"] * (isinstance(model, Decoder) and model.shape.num_experts > 0)
+    if is_host_bound(time.launches, time.total):
+        band = max(band, HOST_BAND)
+    return Certainty(band * UNKNOWN ** len(reasons), (*known, *reasons))
+
+
+def is_host_bound(launches: float, total: float) -> bool:
+    """Whether starting kernels takes a quarter of a step."""
+    return launches > total / 4
