@@ -20,6 +20,8 @@ from stepplan.placement import Placement
 
 TIME_RESERVE = 1.2
 """Factor of the longest predicted time that a job asks for: evaluations and checkpoints are not predicted."""
+NAME = 50
+"""Characters of a job's name: Kubernetes has 63, of which it takes some itself."""
 SKY_NAMES = {
     "2080ti": "RTX2080Ti",
     "3090": "RTX3090",
@@ -154,7 +156,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
     environment = make_environment(TEMPLATES / "engines", is_page=False)
     environment.filters["quote"] = shlex.quote
     job: str = environment.get_template(engine.template).render(
-        name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower()).strip("-") or "training",
+        name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower())[:NAME].strip("-") or "training",
         num_nodes=hardware.num_nodes,
         devices_per_node=hardware.num_processes // hardware.num_nodes,
         num_gpus=0 if is_cpu else hardware.num_processes // hardware.num_nodes,

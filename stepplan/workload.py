@@ -8,6 +8,7 @@ from typing import Any
 from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
+from samestep.recipe.catalog import name_changed
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Refusal
@@ -199,7 +200,7 @@ def from_recipe(
     else:
         num_steps, schedule = (None, None) if plan is None else (plan.num_steps, plan.schedule)
     return Workload(
-        name=recipe.name,
+        name=name_changed(recipe, changes or {}),
         model=model,
         global_batch_size=recipe.global_batch_size,
         num_steps=num_steps,

@@ -45,7 +45,7 @@ def launch(argv: list[str]) -> None:
     file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
     seconds = placement.seconds_to_end
     hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"
-    title = [f"{recipe.name} on {placement.hardware}: {placement.time.total:.3g} s per step{hours}"]
+    title = [f"{workload.name} on {placement.hardware}: {placement.time.total:.3g} s per step{hours}"]
     origin = f"{program_name()} {shlex.join(['launch', *(word for word in argv if word != '--submit')])}"
     job = engines.write_job(engine, placement, run_words, title=title, origin=origin, file=file, image=settings.image)
     if settings.write is None:

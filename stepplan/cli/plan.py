@@ -129,9 +129,10 @@ def answer_recipe(
             num_train_samples=num_train_samples,
             critical_batch_size=settings.critical_batch_size,
         )
-        return dataclasses.replace(workload, name=subject["recipe"])
+        return dataclasses.replace(workload, name=subject["title"])
 
-    subject: dict[str, Any] = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
+    subject: dict[str, Any] = {"recipe": recipe.name, "title": recipes.name_changed(recipe, changes)}
+    subject |= {"description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
     scaled = recipe.scaled_hyperparameters()
@@ -269,8 +270,8 @@ def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any]
         described = answer.describe_plan(workload, placement.layout, placement.memory, placement.options)
         rows.append(described | answer.describe_placement(placement, placement.command(), terms=own_terms))
     rows = answer.sort_rows(rows, settings.sort)
-    result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
-    result |= {"num_steps": workload.num_steps}
+    result = {"recipe": subject["recipe"], "title": workload.name, "rows": rows}
+    result |= {"global_batch_size": workload.global_batch_size, "num_steps": workload.num_steps}
     if settings.html is not None:
         if not placements:
             raise UsageError(f"--html {format_name(settings.html)}: nothing fits: {rows[0]['problem']}")
