@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.recipe.exclusions import find_refusal
 from stepplan.convnet import ConvNet
 from stepplan.costs import Terms, describe_costs
 from stepplan.decoder import Decoder
@@ -89,7 +88,7 @@ def describe_placement(
         "strategy": placement.strategy,
         "reason": placement.reason,
         "num_shards": placement.num_shards,
-        "warnings": [*_warn_of_communication(workload, hardware.num_processes), *placement.warnings],
+        "warnings": [*filter(None, [_describe_communication(workload)]), *placement.warnings],
         "memory_needed": placement.needed_bytes,
         "memory_of_device": hardware.device.memory_bytes,
         "time": dataclasses.asdict(time) | {"total": time.total},
@@ -154,12 +153,6 @@ def _describe_communication(workload: Workload) -> str | None:
         return None
     text = workload.communication.describe_traffic(count_trained(workload.model))
     return f"{text}. Times and batches are planned as for the exact step"
-
-
-def _warn_of_communication(workload: Workload, num_processes: int) -> list[str]:
-    """Say what `_describe_communication` does, and whether there are more processes than workers."""
-    refusal = find_refusal(communication=workload.communication, num_processes=num_processes)
-    return [str(text) for text in (refusal, _describe_communication(workload)) if text is not None]
 
 
 def _describe_micro_batches(placement: Placement) -> list[dict[str, Any]]:

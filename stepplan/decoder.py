@@ -9,9 +9,9 @@ import dataclasses
 from typing import NamedTuple
 
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
+from samestep.recipe.tasks.decoder import ALL_LINEAR
 from stepplan.transformer import Peak
 
-ALL_LINEAR = "all-linear"
 NF4_BLOCK, NF4_GROUP = 64, 256
 """Weights that share a scale, and scales that share a second one: bitsandbytes' blocksize, and its double quantisation."""
 
@@ -159,6 +159,19 @@ class Shape:
         return self.attention_linears() + (self.feed_forward_linears(self.shared_size) if self.shared_size else [])
 
     @property
+    def module_names(self) -> list[str]:
+        """Names of modules, as `lora_targets` and `modules_to_save` name them."""
+        kinds = {False: self.num_mixtures < self.num_layers, True: self.num_mixtures > 0}
+        linears = [linear for kind, is_there in kinds.items() if is_there for linear in self.linears(kind)]
+        inside = {
+            "attention": "self_attn",
+            "output": "self_attn",
+            "query_latent": "self_attn",
+            "key_latent": "self_attn",
+        }
+        return [*{f"{inside.get(each.source, 'mlp')}.{each.name}": 1 for each in linears}, "embed_tokens", "lm_head"]
+
+    @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of a layer that not every token visits."""
         return self.num_experts * 3 * self.hidden_size * self.expert_size
@@ -222,7 +235,9 @@ class Tuning:
 
     def is_adapted(self, name: str) -> bool:
         """Tell whether a matrix of this name gets an adapter."""
-        return self.rank is not None and (ALL_LINEAR in self.targets or name in self.targets)
+        return self.rank is not None and (
+            ALL_LINEAR in self.targets or name in {target.rpartition(".")[2] for target in self.targets}
+        )
 
     @property
     def quantized_bytes(self) -> float:

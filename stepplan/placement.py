@@ -322,7 +322,7 @@ def place(
     min_batch = 1 if is_free else request.per_device_train_batch_size
     wanted = Way(precision, gradient_checkpointing, sharded)
     candidates = _list_candidates(model.has_equal_layers, num_processes, wanted)
-    refusals = {way.sharded: workload.find_refusal(precision, way.sharded) for way in candidates}
+    refusals = {way.sharded: workload.find_refusal(precision, way.sharded, num_processes) for way in candidates}
     allowed = [way for way in candidates if not refusals[way.sharded]]
     way = next((way for way in allowed if fits(min_batch, way)), None)
     refused = [way for way in candidates if refusals[way.sharded]]
@@ -427,7 +427,9 @@ def _explain(
     """Write why the programs refuse what would fit, and what works; the flags as of `place`, `is_sharded`: what would fit."""
     subject = f"{workload.name} fits only with sharded weights (FSDP2), but " if is_sharded and not sharded else ""
     others = [
-        name for name in ("bf16", "no") if hardware.device.tflops(name) and not workload.find_refusal(name, is_sharded)
+        name
+        for name in ("bf16", "no")
+        if hardware.device.tflops(name) and not workload.find_refusal(name, is_sharded, hardware.num_processes)
     ]
     if mixed_precision is not None and others:
         return f"{subject}{refusal.reason}: set --mixed_precision to {' or '.join(others)}, or leave it out"

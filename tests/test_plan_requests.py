@@ -1,12 +1,22 @@
 """Plans of requests that were made of the planner: what they are called, what they are refused for, and with which words."""
 
+import functools
 import json
+import random
 import re
+import shlex
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from samestep import cli
-from samestep.errors import exit_code
+from samestep.errors import UsageError, exit_code
+from samestep.recipe import run_settings
+from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.exclusions import find_refusal
+from samestep.recipe.tasks.decoder import check_module_names
+from stepplan import base_models
 
 
 def run(capsys, *words):
@@ -46,3 +56,103 @@ def test_a_job_is_named_after_what_it_trains(capsys):
     job = run(capsys, "launch", *words.split(), "--", "--output_dir", "/s")
     assert "--job-name=meta-llama-3-70b-on-" in job
     assert len(re.search("--job-name=(.*)", job)[1]) <= 50
+
+
+# ------------------------------------------------------------------------------------- what is planned is what runs
+
+MODELS = [
+    *(
+        "Qwen/Qwen3-30B-A3B",
+        "Qwen/Qwen3-0.6B",
+        "google/gemma-2-2b",
+        "microsoft/Phi-3-mini-4k",
+        "meta-llama/Llama-3.2-1B",
+    ),
+    *("mistralai/Mixtral-8x7B-v0.1", "deepseek-ai/DeepSeek-V3"),
+]
+HARDWARE = ["1xt4", "8xv100-16", "1x3090", "4xl4", "8xa100-80", "2x8xh100", "16x8xh100", "2xcpu", "1xm4-max"]
+TARGETS = [
+    "all-linear",
+    "q_proj v_proj",
+    "gate_proj up_proj down_proj",
+    "qkv_proj",
+    "q_proj o_proj lm_head",
+    "self_attn.q_proj",
+]
+ADAPTERS = [
+    *(f"--lora_rank 8 --lora_alpha 16 --lora_targets {names}" for names in TARGETS),
+    *(
+        "--base_quantization nf4",
+        "--use_dora true",
+        "--modules_to_save embed_tokens",
+        "--modules_to_save lm_head norms",
+    ),
+]
+FLAGS = [
+    *("--accumulation optimizer --second_moment unbiased", "--optimizer adamw_8bit", "--optimizer muon", "--sharded"),
+    *(
+        "--mixed_precision fp16",
+        "--gradient_checkpointing",
+        "--global_batch_size 7",
+        "--objective dpo",
+        "--train_file a.txt",
+    ),
+    "--communication 'local_sgd of 8 workers every 4 steps'",
+]
+
+
+@functools.cache
+def list_modules(name):
+    """List the modules of a base model as transformers builds it: few layers, the first and the last of each kind."""
+    config = base_models.find_base_model(name)
+    dense = config.get("first_k_dense_replace", 0)
+    layers = {"num_hidden_layers": dense + 2, "pad_token_id": None}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config | layers))
+    return [name for name, _ in model.named_modules()]
+
+
+def ask_the_program(answer):
+    """Raise UsageError where the program would: for its flags, its launch, its adapters."""
+    words = shlex.split(answer["command"])
+    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    task = load(answer["recipe"]).task
+    recipe, run = run_settings.parse(words[script + 1 :], task, "", trains_here=False)
+    launch = {"mixed_precision": answer["mixed_precision"], "is_sharded": answer["sharded"]}
+    if refusal := find_refusal(recipe, run, **launch, num_processes=answer["num_processes"]):
+        raise UsageError(str(refusal))
+    model = getattr(recipe, "model_name_or_path", None)
+    if task == "causal_lm_finetuning" and model in MODELS:
+        check_module_names(recipe, list_modules(model), model)
+
+
+def test_no_command_of_a_plan_is_refused_by_its_program(capsys):
+    """Recipes, flags and hardware drawn at random; the program's own checks are asked."""
+    draw, planned = random.Random(57), 0
+    tunable = [name for name in catalog_names() if load(name).task == "causal_lm_finetuning"]
+    for _ in range(60):
+        name = draw.choice(tunable + [draw.choice(catalog_names())])
+        words = [name, "--on", draw.choice(HARDWARE)]
+        if name in tunable:
+            words += ["--model_name_or_path", draw.choice(MODELS), "--max_seq_length", "512"]
+            words += " ".join(draw.sample(ADAPTERS, draw.choice([0, 1, 1, 2]))).split()
+        words += shlex.split(" ".join(draw.sample(FLAGS, draw.choice([0, 1, 1]))))
+        if exit_code(lambda words=words: cli.main(["plan", *words, "--json"])):
+            assert "Traceback" not in capsys.readouterr().err
+            continue
+        answer = json.loads(capsys.readouterr().out)
+        try:
+            ask_the_program(answer)
+        except UsageError as error:
+            pytest.fail(f"plan {shlex.join(words)}: {error}")
+        planned += 1
+
+    assert planned > 12
+
+
+def test_experts_are_no_module_that_an_adapter_is_named_for(capsys):
+    words = "plan llama3_8b_lora_3090 --model_name_or_path Qwen/Qwen3-30B-A3B --on 8xh100"
+    assert exit_code(lambda: cli.main(words.split())) == 2
+    problem = capsys.readouterr().err
+    assert "lora_targets names gate_proj, but Qwen/Qwen3-30B-A3B has no such module: give all-linear" in problem
+    assert exit_code(lambda: cli.main([*words.split(), "--lora_targets", "all-linear"])) == 0

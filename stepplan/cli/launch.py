@@ -12,7 +12,7 @@ from samestep.recipe.settings import program_name, setting
 from stepplan import engines
 from stepplan.hardware import NETWORK, parse
 from stepplan.placement import TooLargeError, place
-from stepplan.workload import format_flags, from_recipe
+from stepplan.workload import format_flags, from_command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def launch(argv: list[str]) -> None:
     engine, hardware_name = engines.parse_target(settings.on)
     if settings.submit and settings.write is None:
         raise UsageError("--submit needs --write FILE: the file that is handed over")
-    workload = from_recipe(recipe, source=words[0], changes=changes, num_train_samples=data.num_train_samples)
+    workload = from_command(recipe, source=words[0], changes=changes, num_train_samples=data.num_train_samples)
     try:
         placement = place(workload, parse(hardware_name, settings.network))
     except TooLargeError as error:

@@ -32,7 +32,7 @@ from stepplan.memory import model_from_recipe
 from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
 from stepplan.page import page
 from stepplan.placement import Placement, TooLargeError, place
-from stepplan.workload import Workload, format_flags, from_recipe
+from stepplan.workload import Workload, format_flags, from_command
 
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
@@ -121,7 +121,7 @@ def answer_recipe(
 
     def make(more: Mapping[str, Any]) -> Workload:
         """Make the workload with more changes, which a recipe written before does not hold."""
-        workload = from_recipe(
+        workload = from_command(
             build(type(recipe), recipes.overlay(vars(recipe), more), f"recipe {name}") if more else recipe,
             source=settings.write_recipe or name,
             changes=more if settings.write_recipe else {**changes, **more},
@@ -208,7 +208,7 @@ def answer_plan(
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
-        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded):
+        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded, num_processes):
             raise UsageError(str(refusal))
         memory = workload.memory(layout, **options)
         result = subject | answer.describe_plan(workload, layout, memory, options)
