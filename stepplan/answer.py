@@ -98,6 +98,7 @@ def describe_placement(
         if workload.model.unit == "token"
         else None,
         "share_of_peak": time.share_of_peak,
+        "network": f"{hardware.network_gb_per_s:g} GB/s" if hardware.num_nodes > 1 else None,
         "seconds_to_end": seconds,
         "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
         "command": command,

@@ -138,7 +138,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
             "image is missing: kubeflow starts containers; give one that holds this repository, --image NAME"
         )
     launch_file = "launch.yaml"
-    command = placement.command(launch_file)
+    command = placement.command(launch_file, is_of_job=True)
     is_elastic = not engine.rank
     if is_elastic and find_flag(run_words, "fault_tolerance") is None:
         run_words = [*run_words, "--fault_tolerance", "restart"]
@@ -161,7 +161,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
         devices_per_node=hardware.num_processes // hardware.num_nodes,
         num_gpus=0 if is_cpu else hardware.num_processes // hardware.num_nodes,
         sky_device=None if is_cpu else SKY_NAMES.get(device),
-        launch_config=placement.config(launch_file, names_machines=False),
+        launch_config=placement.config(launch_file, is_of_job=True),
         command=command,
         script_command=script_command.replace("\n  ", "\n      "),
         program=program,

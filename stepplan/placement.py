@@ -150,7 +150,7 @@ class Placement:
     def _prefix(self) -> str:
         return "" if not self.sharded else "fsdp2_" if self.num_shards is None else "hsdp_"
 
-    def command(self, config_file: str | None = None) -> str | None:
+    def command(self, config_file: str | None = None, *, is_of_job: bool = False) -> str | None:
         """Write the command that launches the recipe's script, to paste into a shell; None: this repository has no script.
 
         It holds every field that the recipe was changed in, the precision where the launch file of the package has another
@@ -158,6 +158,7 @@ class Placement:
 
         Args:
             config_file: name of the launch file; None: the package's own, or `written_file` if it has none for this hardware.
+            is_of_job: whether a cluster runs it, in a checkout that is somewhere else: paths are those of the checkout.
         """
         if self.workload.script is None:
             return None
@@ -169,23 +170,27 @@ class Placement:
         words = [
             *("accelerate", "launch", "--config_file", file),
             *(["--mixed_precision", self.mixed_precision] if has_other_precision else []),
-            *(str(script) if is_installed() else _from_here(CONFIGS.parent / script), *self.workload.script_words),
+            str(script) if is_of_job or is_installed() else _from_here(CONFIGS.parent / script),
+            *self.workload.script_words,
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
         words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
         words += ["--attn_implementation", "eager"] if self.workload.model.eager_attention else []
         return (f"OMP_NUM_THREADS={cores} " if cores else "") + shlex.join(words)
 
-    def config(self, config_file: str | None = None, names_machines: bool = True) -> str:
+    def config(self, config_file: str | None = None, *, is_of_job: bool = False) -> str:
         """Write a launch file for Accelerate, as YAML.
 
         Args:
             config_file: its name, for the command in it; None: `written_file`.
-            names_machines: whether it says which machine is which; not in a job, whose flags do.
+            is_of_job: whether it is part of a job, whose flags say which machine is which.
         """
         hardware, file = self.hardware, config_file or self.written_file
         kind = "FSDP" if self.sharded else hardware.device.distributed_type if hardware.num_processes > 1 else '"NO"'
-        command = self.command(file) or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
+        command = (
+            self.command(file, is_of_job=is_of_job)
+            or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
+        )
         lines = [
             *(f"# {line}" for line in f"{hardware}: {hardware.device.description}".splitlines()),
             *(f"# {line}" for line in command.splitlines()),
@@ -196,7 +201,7 @@ class Placement:
             f"num_processes: {hardware.num_processes} # of all machines",
             f'mixed_precision: "{self.mixed_precision}"',
         ]
-        if hardware.num_nodes > 1 and names_machines:
+        if hardware.num_nodes > 1 and not is_of_job:
             lines += [
                 "machine_rank: 0 # 0 on the first machine, 1 on the next",
                 "main_process_ip: 127.0.0.1 # of the first machine: to be filled in",

@@ -449,6 +449,17 @@ def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield from _wrap(f"How long: {_explain_missing(first)}.")
     else:
         yield from _wrap(f"Ranges: {explain_band(rows)}.")
+    for line in list_networks(rows):
+        yield from _wrap(f"{line}.")
+
+
+def list_networks(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say of each hardware of several nodes what connects them, and how long a step waits for it."""
+    for row in rows:
+        if row["network"]:
+            share = row["time"]["exposed_communication"] / row["time"]["total"]
+            waits = f"for which {share:.0%} of a step waits; --network says another"
+            yield f"{row['hardware']}: {row['network']} between nodes, {waits}"
 
 
 def explain_band(answers: list[dict[str, Any]]) -> str:

@@ -131,7 +131,7 @@ def test_no_command_of_a_plan_is_refused_by_its_program(capsys):
     draw, planned = random.Random(57), 0
     tunable = [name for name in catalog_names() if load(name).task == "causal_lm_finetuning"]
     for _ in range(60):
-        name = draw.choice(tunable + [draw.choice(catalog_names())])
+        name = draw.choice([*tunable, draw.choice(catalog_names())])
         words = [name, "--on", draw.choice(HARDWARE)]
         if name in tunable:
             words += ["--model_name_or_path", draw.choice(MODELS), "--max_seq_length", "512"]
@@ -156,3 +156,41 @@ def test_experts_are_no_module_that_an_adapter_is_named_for(capsys):
     problem = capsys.readouterr().err
     assert "lora_targets names gate_proj, but Qwen/Qwen3-30B-A3B has no such module: give all-linear" in problem
     assert exit_code(lambda: cli.main([*words.split(), "--lora_targets", "all-linear"])) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ many nodes
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubeflow --image x", "ray", "torchrun", "skypilot"])
+def test_a_job_names_files_of_the_checkout_wherever_it_is_written(capsys, tmp_path, monkeypatch, engine):
+    engine, *more = engine.split()
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "bert_base", "--on", f"{engine}:2x4xa100-80", *more, "--", "--output_dir", "/s/r"]
+    job = run(capsys, *words)
+    assert "scripts/pretrain_bert.py" in job
+    assert not re.search(r"/\S*/scripts/pretrain_bert.py", job)
+
+
+def test_the_network_is_named_beside_the_hardware_that_waits_for_it(capsys):
+    text = " ".join(run(capsys, "plan", "bert_base", "--on", "4x3090,2x4x3090").split())
+    share = int(
+        re.search(r"2x4x3090: 1.25 GB/s between nodes, for which ([0-9]+)% of a step waits; --network", text)[1]
+    )
+    assert share > 50
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"), [("2x4x3090", True), ("2x4x3090 --network 200GB/s", False), ("1x4x3090", False)]
+)
+def test_a_job_on_two_machines_says_that_one_is_faster(capsys, words, is_said):
+    cli.main(["launch", "bert_base", "--on", *f"slurm:{words}".split(), "--", "--output_dir", "/s/r"])
+    job, problem = capsys.readouterr()
+    assert ("# one machine is faster: 4x3090 takes" in job) == ("one machine is faster" in problem) == is_said
+
+
+@pytest.mark.parametrize("samples", [None, 900_000])
+def test_a_job_asks_for_its_hours_or_says_why_not(capsys, samples):
+    more = [] if samples is None else ["--num_train_samples", str(samples)]
+    job = run(capsys, "launch", "llama3_8b_sft_8xa100", *more, "--on", "slurm:8xh100", "--", "--output_dir", "/s/r")
+    assert ("#SBATCH --time=" in job) == (samples is not None)
+    assert ("no --time is asked for" in job) == (samples is None)
