@@ -16,7 +16,7 @@ from samestep.recipe import run_settings
 from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.tasks.decoder import check_module_names
-from stepplan import base_models
+from stepplan import base_models, pretraining
 
 
 def run(capsys, *words):
@@ -194,3 +194,83 @@ def test_a_job_asks_for_its_hours_or_says_why_not(capsys, samples):
     job = run(capsys, "launch", "llama3_8b_sft_8xa100", *more, "--on", "slurm:8xh100", "--", "--output_dir", "/s/r")
     assert ("#SBATCH --time=" in job) == (samples is not None)
     assert ("no --time is asked for" in job) == (samples is None)
+
+
+# ------------------------------------------------------------------------------------------------------------ from scratch
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048}
+LLAMA |= {"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 5632}
+LLAMA |= {"max_position_embeddings": 4096, "tie_word_embeddings": True}
+
+
+@pytest.fixture
+def m15(tmp_path):
+    """A folder with a configuration of 1.5 billion parameters, and no weights."""
+    (tmp_path / "m15").mkdir()
+    (tmp_path / "m15" / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path / "m15")
+
+
+def test_a_configuration_without_weights_is_not_fine_tuned_by_accident(capsys, m15):
+    words = ["plan", m15, "--seq_len", "2048", "--num_train_tokens", "30e9", "--on", "8xh100"]
+    assert exit_code(lambda: cli.main(words)) == 2
+    problem = capsys.readouterr().err
+    assert "m15 holds no weights: --from_scratch plans its pretraining, --from_scratch false" in problem
+    assert "finetune_causal_lm.py" in run(capsys, *words, "--from_scratch", "false")
+
+
+def test_a_model_from_scratch_is_pretrained(capsys, m15):
+    answer = json.loads(
+        run(capsys, "plan", m15, "--from_scratch", "--num_train_tokens", "30e9", "--on", "8xh100", "--json")
+    )
+    assert "scripts/pretrain_gpt2.py" in answer["command"]
+    assert answer["num_tokens"] == pytest.approx(30e9, rel=1e-4)
+    assert answer["title"] == "m15, from scratch"
+    assert (answer["download_bytes"], answer["learning_rate"]) == (
+        0,
+        pytest.approx(1.5e-3 * 2 * (768 / 2048) ** 0.5, rel=0.01),
+    )
+    assert "--dataset_config_name sample-100BT" in answer["command"], "30e9 tokens are not those of sample-10BT"
+    words = shlex.split(answer["command"])
+    run_settings.parse(words[words.index("--recipe") :], "causal_lm_pretraining", "", trains_here=False)
+
+
+@pytest.mark.parametrize("recipe", ["gpt_modern_1b_8xh100", "gpt_modern_3b_8xh100"])
+def test_recipes_of_a_size_are_those_of_the_dial(recipe):
+    known = load(recipe)
+    shape = pretraining.shape_of_depth(known.num_hidden_layers) | {"max_position_embeddings": known.block_size}
+    scaled = load(pretraining.BASE, pretraining.scale_recipe(shape, None, {}))
+    assert scaled.decisive_fields() == known.decisive_fields()
+
+
+def test_the_dial_scales_by_its_rules():
+    """Twice the depth: eight times the layers' parameters and tokens, 8^0.383 = 2.2 times the batch, to a power of two."""
+    small, large = (pretraining.scale_recipe(pretraining.shape_of_depth(depth), None, {}) for depth in (24, 48))
+    assert large["global_batch_size"] == 2 * small["global_batch_size"]
+    assert large["learning_rate"] == pytest.approx(small["learning_rate"], rel=0.01)  # sqrt(2) / sqrt(2)
+    assert large["max_train_steps"] == pytest.approx(3.8 * small["max_train_steps"], rel=0.05)
+    typed = pretraining.scale_recipe(pretraining.shape_of_depth(12), None, {"learning_rate": 1e-4})
+    assert (typed["learning_rate"], typed["global_batch_size"]) == (1e-4, 256)
+    assert [pretraining.find_depth(size) for size in ("1B", "3B", "124M")] == [26, 38, 12]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--from_scratch", "needs one of model_name_or_path, depth, parameters, has 0"),
+        ("--from_scratch --depth 8 --parameters 1B", "has 2: give one"),
+        ("--from_scratch --parameters 1X", "parameters is 1X, must be from"),
+        ("Qwen/Qwen3-0.6B --from_scratch", "its configuration says more than the fields of a recipe"),
+    ],
+)
+def test_what_has_no_size_is_one_line(capsys, words, message):
+    assert exit_code(lambda: cli.main(["plan", *words.split(), "--on", "1xh100"])) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_for_tokens_can_be_typed_again(capsys):
+    """Steps and tokens both would be refused."""
+    words = "plan Qwen/Qwen3-0.6B --seq_len 2048 --num_train_tokens 1e9 --on 3xl4 --json"
+    answer = json.loads(run(capsys, *words.split()))
+    words = shlex.split(answer["write_command"])
+    assert run(capsys, *words[words.index("plan") : -2])

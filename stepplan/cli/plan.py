@@ -20,7 +20,7 @@ from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import VARIANTS, Recipe
-from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
+from samestep.recipe.settings import BATCH, POSITIVE, build, choice, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
 from stepplan.cli.model import import_trace
@@ -43,6 +43,7 @@ NEED_HARDWARE = "write_config html price_per_hour network sort start interruptio
 MAX_HARDWARE = 64
 """Hardware that are compared at once, at most."""
 
+MOST_TOKENS = 1e15
 TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -146,20 +147,28 @@ def answer_recipe(
     answer_plan(make, settings, subject, trace, words)
 
 
+def read_tokens(text: str) -> float:
+    """Read a number of tokens.
+
+    >>> read_tokens("10B"), read_tokens("1e6")
+    (10000000000.0, 1000000.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", text.lower())
+    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
+    if not 0 < value <= MOST_TOKENS:
+        raise UsageError(
+            f"num_train_tokens is {format_name(text)}, must be a number of tokens greater than 0: for example 10e9, 10B"
+        )
+    return value
+
+
 def count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
     """Count the optimizer steps that read so many tokens, in samples of `length`.
 
     >>> count_steps("10B", 512, 1024), count_steps("1e6", 1000, 100), count_steps("15T", 1000, 1000)
     (19074, 10, 15000000)
     """
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", num_tokens.lower())
-    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
-    num_steps = math.ceil(value / (global_batch_size * length))
-    if not 1 <= num_steps <= LARGEST:
-        raise UsageError(
-            f"num_train_tokens is {format_name(num_tokens)}, must be a number of tokens greater than 0: for example 10e9, 10B"
-        )
-    return num_steps
+    return math.ceil(read_tokens(num_tokens) / (global_batch_size * length))
 
 
 def write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ def _plan_decoder(settings: PlanSettings, training: ModelSettings, argv: list[st
     if settings.write_recipe is not None:
         write_recipe(settings.write_recipe, STARTING_RECIPE, FINE_TUNING | changes)
     # Of what was typed, what is no field of the recipe
-    mine = dict.fromkeys(field.name for field in dataclasses.fields(ModelSettings))
+    mine = dict.fromkeys([*(field.name for field in dataclasses.fields(ModelSettings)), "num_train_tokens"])
     words = ["plan", STARTING_RECIPE, *format_flags(changes), *drop_flags(argv, mine)]
     subject = {"recipe": training.name, "title": training.name, "source": FINE_TUNING["source"]}
     answer_recipe(STARTING_RECIPE, recipe, changes, settings, training.num_train_samples, words, subject)
