@@ -63,7 +63,7 @@ def find_depth(parameters: str) -> int:
     """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?) ?([kmb]?)", parameters.lower())
     wanted = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else 0.0
-    vocabulary = load(BASE).vocab_size
+    vocabulary = _load(BASE).vocab_size
     sizes = {depth: count_parameters(shape_of_depth(depth) | {"vocab_size": vocabulary}) for depth in DEPTHS}
     if not sizes[DEPTHS[0]] <= wanted <= sizes[DEPTHS[-1]]:
         raise UsageError(
@@ -76,8 +76,9 @@ def find_depth(parameters: str) -> int:
 def count_parameters(fields: Mapping[str, Any]) -> int:
     """Count the parameters of a shape of the rules, head and embedding once."""
     width, layers = fields["hidden_size"], fields["num_hidden_layers"]
-    layer = 4 * width**2 + 3 * width * fields["intermediate_size"] + 2 * width + 2 * HEAD
-    return layers * layer + width * (fields["vocab_size"] + 1)
+    layer: int = 4 * width**2 + 3 * width * fields["intermediate_size"] + 2 * width + 2 * HEAD
+    count: int = layers * layer + width * (fields["vocab_size"] + 1)
+    return count
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -121,12 +122,9 @@ def scale_recipe(shape: Mapping[str, Any], num_tokens: float | None, typed: Mapp
     Returns:
         The fields in which the recipe differs from `BASE`.
     """
-    recipe = load(BASE, {**shape, **typed})
-    assert isinstance(recipe, CausalLmPretraining)
+    recipe, tuned = _load(BASE, {**shape, **typed}), _load(TUNED)
     model: Any = model_from_recipe(recipe)
     width, length = recipe.hidden_size, recipe.block_size
-    tuned = load(TUNED)
-    assert isinstance(tuned, CausalLmPretraining)
     tokens = num_tokens or TOKENS_PER_PARAMETER * _count_multiplied(model.shape)
     tuned_tokens = TOKENS_PER_PARAMETER * _count_multiplied(_shape_of(TUNED_DEPTH))
     batch = 2 ** round(math.log2(TUNED_BATCH * (tokens / tuned_tokens) ** BATCH_POWER))
@@ -138,9 +136,15 @@ def scale_recipe(shape: Mapping[str, Any], num_tokens: float | None, typed: Mapp
     changes |= {"muon_learning_rate": _round(MUON_RATE * scale / (0.2 * math.sqrt(width)))}
     changes |= {"muon_weight_decay": _round(tuned.muon_weight_decay * scale * tuned_tokens / tokens)}
     changes |= {"max_train_steps": max(1, round(tokens / (samples * length)))}
-    if recipe.dataset_name == load(BASE).dataset_name and "dataset_config_name" not in typed:
+    if recipe.dataset_name == _load(BASE).dataset_name and "dataset_config_name" not in typed:
         changes["dataset_config_name"] = next((name for name, size in SAMPLES.items() if size >= tokens), None)
     return changes | dict(typed)
+
+
+def _load(name: str, changes: Mapping[str, Any] | None = None) -> CausalLmPretraining:
+    recipe = load(name, changes)
+    assert isinstance(recipe, CausalLmPretraining)
+    return recipe
 
 
 def _shape_of(depth: int) -> Shape:

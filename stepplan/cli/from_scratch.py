@@ -1,7 +1,6 @@
 """Plans the pretraining of a decoder of any size: `samestep plan --from_scratch`."""
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from stepplan.base_models import find_config
 from stepplan.cli.plan import STEPS, PlanSettings, answer_recipe, read_tokens, write_recipe
 from stepplan.workload import format_flags
 
-FLAG = re.compile("--from[_-]scratch(=true)?$")
 SOURCE = (
     "github.com/karpathy/nanochat (92d63d4), scripts/base_train.py: width, heads, tokens, batch, rates and decay of a size "
     "(docs/planner.md), from the numbers of gpt_modern_124m"
@@ -38,20 +36,14 @@ class ScratchSettings:
         return [] if len(given) == 1 else [f"from_scratch needs one of {', '.join(names)}, has {len(given)}: give one"]
 
 
-def is_asked_for(argv: list[str]) -> bool:
-    """Tell whether a command line asks for training from random weights."""
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
-    return any(FLAG.match(word) and following != "false" for word, following in pairs)
-
-
-def plan_from_scratch(argv: list[str]) -> None:
+def from_scratch(argv: list[str]) -> None:
     """Answer `plan --from_scratch`."""
     parser = make_subject_parser("plan", "--from_scratch --depth LAYERS")
     base = recipes.load(pretraining.BASE)
     for cls in (PlanSettings, ScratchSettings):
         parser.add_settings(cls)
     parser.add_settings(type(base), base, "recipe")
-    flags = parser.parse([word.replace("--from-scratch", "--from_scratch", 1) for word in argv])
+    flags = parser.parse(argv)
     settings: PlanSettings
     scratch: ScratchSettings
     settings, scratch = build_each(flags, [PlanSettings, ScratchSettings])
@@ -75,7 +67,7 @@ def plan_from_scratch(argv: list[str]) -> None:
         "plan",
         pretraining.BASE,
         *format_flags(changes),
-        *drop_flags(argv, [*mine, "from-scratch", "num_train_tokens"]),
+        *drop_flags(argv, [*mine, "num_train_tokens"]),
     ]
     subject = {"recipe": recipe.name, "title": f"{Path(name).name}, from scratch", "source": SOURCE}
     answer_recipe(pretraining.BASE, recipe, changes, settings, None, words, subject)

@@ -16,7 +16,7 @@ from samestep.recipe.scaling import RULES
 from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan.base_models import find_config, is_decoder, shape_from_config
-from stepplan.configs import IMAGE, has_formula, model_from_config
+from stepplan.configs import IMAGE, find_class, has_formula, model_from_config
 from stepplan.methods import STARTING_RECIPE
 from stepplan.workload import Workload, from_model
 
@@ -185,7 +185,7 @@ def _load_defaults(model_type: str) -> dict[str, Any]:
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    return str((config.get("architectures") or ["?"])[0]).endswith(CAUSAL_LMS)
+    return find_class(config).endswith(CAUSAL_LMS)
 
 
 def import_trace() -> ModuleType:
