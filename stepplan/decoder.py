@@ -71,6 +71,8 @@ class Shape:
         is_fused: whether queries, keys and values are one matrix, and so are both that feed the activation (Phi-3).
         activation: of a feed-forward layer without a gate, fed by one matrix; None: two matrices feed it, one as a gate.
         has_layer_norm: whether normalisations are torch's LayerNorm, which saves its input only; else RMS, in operations.
+        expert_tensors: tensors of f per token that an expert saves before its last product.
+        copies_scores: whether stored scores are copied once more: beside a sink of each head, or with a bias of distances.
         all_linear: what all-linear adapts of a mixture beside attention: experts (with the router, but no other feed-forward
             layer: peft takes their names for those of tables), router (with all of these, but no table) or linears.
         is_eager: whether attention stores its scores, because transformers has no kernel for it.
@@ -103,6 +105,8 @@ class Shape:
     is_fused: bool = False
     activation: str | None = None
     has_layer_norm: bool = False
+    expert_tensors: int = 3
+    copies_scores: bool = False
     all_linear: str = "experts"
     is_eager: bool = False
     names: tuple[tuple[str, str], ...] = ()
@@ -469,7 +473,8 @@ class Activations(Weights):
             return b * (2 * shape.queries + 2 * shape.values)
         whole = b * (shape.queries + shape.values)
         if self.stores_scores:
-            pairs = b * (1 + shape.soft_caps)  # probabilities; of soft caps the hyperbolic tangent
+            # Probabilities; of soft caps the hyperbolic tangent, and a copy of some kinds
+            pairs = b * (1 + shape.soft_caps + shape.copies_scores)
             return whole + b * 2 * shape.keys + self._square * pairs
         return whole + b * 2 * (shape.queries if shape.num_heads > shape.num_key_heads else shape.keys)
 
@@ -494,7 +499,7 @@ class Activations(Weights):
         k, h, f = shape.experts_per_token, shape.hidden_size, shape.expert_size
         is_full = self.method.rank is None or self.adapts_experts
         router = (b * h if is_full else 0) + 8 * shape.num_experts  # its scores, and their softmax in float32
-        return router + k * self.number_bytes * (3 * f + h + ((h + f) if is_full else 0))
+        return router + k * self.number_bytes * (shape.expert_tensors * f + h + ((h + f) if is_full else 0))
 
     def temporary_bytes(self, autocast: bool) -> float:
         """Count the bytes per token of gradients on their way through the feed-forward layer, traced on fake tensors."""

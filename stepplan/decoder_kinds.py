@@ -74,14 +74,21 @@ def falcon(config: Fields, values: Fields) -> dict[str, Any]:
     }
     biases = _count_biases(values) if config.get("bias") else 0
     changes = _plain(config, values, is_fused=True, names=NEOX, num_pre_norms=norms)
-    changes |= {"extra_layer": biases + norms * values["hidden_size"], "is_eager": bool(config.get("alibi"))}
+    changes |= {"extra_layer": biases + norms * values["hidden_size"], "is_eager": True, "copies_scores": True}
     return changes | {name: values[name] for name in ("num_key_heads", "intermediate_size")}
 
 
 def mpt(config: Fields, values: Fields) -> dict[str, Any]:
     """MPT: no bias anywhere; attention with a bias of distances, which transformers computes from stored scores."""
     names = (("qkv_proj", "Wqkv"), ("o_proj", "out_proj"))
-    changes = {"activation": "gelu", "has_layer_norm": True, "is_fused": True, "names": names, "is_eager": True}
+    changes = {
+        "activation": "gelu",
+        "has_layer_norm": True,
+        "is_fused": True,
+        "names": names,
+        "is_eager": True,
+        "copies_scores": True,
+    }
     return changes | {"intermediate_size": config.get("expansion_ratio", 4) * values["hidden_size"]}
 
 
@@ -159,7 +166,9 @@ def gpt_oss(config: Fields, values: Fields) -> dict[str, Any]:
         "extra_mixture": count * (2 * size + width + 1),
         "is_eager": True,
     }
-    return changes | {"all_linear": "linears"} | _experts(config, size) | _window(config, values, every=2)
+    # Both halves before and after their limits, the sigmoid, and the gated one
+    changes |= {"all_linear": "linears", "expert_tensors": 6, "copies_scores": True}
+    return changes | _experts(config, size) | _window(config, values, every=2)
 
 
 def llama4(config: Fields, values: Fields) -> dict[str, Any]:
