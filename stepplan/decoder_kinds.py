@@ -1,4 +1,4 @@
-"""What sets kinds of decoders apart from a Llama: which fields of a configuration say it, and how `decoder.Shape` has it.
+"""Kinds of decoders beside a Llama: which fields of a configuration say it, and how `decoder.Shape` has it.
 
 Each function takes a configuration and the fields of a shape that all decoders share, and returns those that its kind changes.
 Numbers of parameters are compared with transformers' own models in tests/test_decoder_kinds.py.
