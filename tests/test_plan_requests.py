@@ -274,3 +274,9 @@ def test_a_command_for_tokens_can_be_typed_again(capsys):
     answer = json.loads(run(capsys, *words.split()))
     words = shlex.split(answer["write_command"])
     assert run(capsys, *words[words.index("plan") : -2])
+
+
+def test_scale_takes_a_recipe_for_a_model_from_scratch(capsys, m15):
+    words = ["scale", "--model_name_or_path", m15, "--seq_len", "512", "--from_scratch", "--on", "h100"]
+    assert exit_code(lambda: cli.main(words)) == 2
+    assert "plan m15 --from_scratch --write_recipe FILE.yaml writes a recipe to scale" in capsys.readouterr().err

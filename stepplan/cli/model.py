@@ -103,6 +103,10 @@ def load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
             f"optimizer is {training.optimizer}, but scripts/finetune_causal_lm.py trains {name} with AdamW: leave it out"
         )
     config = find_config(training.model_name_or_path)
+    if training.from_scratch:
+        raise UsageError(
+            f"--from_scratch is a flag of plan: plan {name} --from_scratch --write_recipe FILE.yaml writes a recipe to scale"
+        )
     if training.from_scratch is None and not may_have_weights(training.model_name_or_path):
         raise UsageError(
             f"{name} holds no weights: --from_scratch plans its pretraining, --from_scratch false fine-tuning with weights "
