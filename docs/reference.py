@@ -138,7 +138,8 @@ def devices() -> str:
         rate = device.bf16_tflops or device.fp16_tflops
         rate = f"{rate:,g}" if rate else f"none; float32 {device.fp32_tflops:g}"
         network = f"{device.network_gb_per_s:g}{' each' if device.network_per_device else ''}"
-        rates = f"{rate} | {device.memory_gb_per_s:,g} | {device.link_gb_per_s:g} | {network} | {device.watts:g}"
+        watts = "?" if device.watts is None else f"{device.watts:g}"
+        rates = f"{rate} | {device.memory_gb_per_s:,g} | {device.link_gb_per_s:g} | {network} | {watts}"
         lines.append(f"| `{name}` | {device.description} | {device.memory_bytes / 1e9:.1f} | {rates} |")
     return "\n".join([*lines, "", ""])
 

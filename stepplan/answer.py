@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.recipe.exclusions import find_refusal
 from stepplan.certainty import Certainty, judge, judge_hardware
 from stepplan.convnet import ConvNet
 from stepplan.costs import Terms, describe_costs
@@ -85,7 +84,7 @@ def describe_placement(
         "strategy": placement.strategy,
         "reason": placement.reason,
         "num_shards": placement.num_shards,
-        "warnings": [*_warn_of_communication(workload, hardware.num_processes), *placement.warnings],
+        "warnings": [*filter(None, [_describe_communication(workload)]), *placement.warnings],
         "memory_needed": placement.needed_bytes,
         "memory_of_device": hardware.device.memory_bytes,
         "time": dataclasses.asdict(time) | {"total": time.total},
@@ -95,6 +94,7 @@ def describe_placement(
         if workload.model.unit == "token"
         else None,
         "share_of_peak": time.share_of_peak,
+        "network": f"{hardware.network_gb_per_s:g} GB/s" if hardware.num_nodes > 1 else None,
         "seconds_to_end": seconds,
         "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
         "command": command,
@@ -154,12 +154,6 @@ def _describe_communication(workload: Workload) -> str | None:
         return None
     text = workload.communication.describe_traffic(count_trained(workload.model))
     return f"{text}. Times and batches are planned as for the exact step"
-
-
-def _warn_of_communication(workload: Workload, num_processes: int) -> list[str]:
-    """Say what `_describe_communication` does, and whether there are more processes than workers."""
-    refusal = find_refusal(communication=workload.communication, num_processes=num_processes)
-    return [str(text) for text in (refusal, _describe_communication(workload)) if text is not None]
 
 
 def _describe_micro_batches(placement: Placement) -> list[dict[str, Any]]:

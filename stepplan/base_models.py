@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, p
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan import configs
-from stepplan.decoder import Latent, Shape
+from stepplan.decoder import Shape
+from stepplan.decoder_kinds import ALIASES, KINDS, NAMES, TIED
 
 TABLE = Path(__file__).parent / "base_models.json"
-LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "mixtral", "qwen3_moe", "phi3", "helium")
-MODEL_TYPES = (*LLAMAS, "gemma2", "gemma3_text", "olmo2", "deepseek_v3")
+MODEL_TYPES = tuple(KINDS)
 """Values of `model_type` that have a formula."""
-MODEL_NAMES = {"gemma3": "gemma3_text"}
-"""Other values of `model_type` -> the one that has the formula."""
 SUFFIX = re.compile(r"-(instruct|it|pt|chat|base|hf|sft)(?=-|$)|-2507$", re.IGNORECASE)
 SECONDS = 10
 """Longest wait for an answer of the hub."""
@@ -34,7 +31,9 @@ FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.s
     ),
     "moe_intermediate_size": 2**20,
     **dict.fromkeys("q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(), 2**17),
-    "sliding_window": 2**24,
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 2**24),
+    **dict.fromkeys(("intermediate_size_mlp", "ffn_hidden_size"), 2**20),
+    **dict.fromkeys(("num_kv_heads", "expansion_ratio", "interleave_moe_layer_step"), 2**14),
     "first_k_dense_replace": 10_000,
 }
 """Field -> its largest value that is accepted."""
@@ -46,6 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
     | {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512}
     | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64, "attention_bias": True},
 }
 """`model_type` of experts -> what transformers takes for fields that a configuration, or a recipe, leaves out."""
 MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
@@ -129,6 +129,8 @@ def _download_config(name: str) -> dict[str, Any]:
         return configs.read_config(str(cached[-1]))
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         raise UsageError(f"{problem}, and HF_HUB_OFFLINE is set: give a folder with its config.json")
+    import urllib.request  # here: it takes its time
+
     token = os.environ.get("HF_TOKEN")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -144,7 +146,7 @@ def _download_config(name: str) -> dict[str, Any]:
 def find_kind(config: Mapping[str, Any]) -> str | None:
     """Find the `model_type` that has the formula of a configuration, or of the texts of one; None: it is no text."""
     kind = {**config, **_text_part(config)}.get("model_type")
-    return MODEL_NAMES.get(kind, kind) if isinstance(kind, str) else None
+    return ALIASES.get(kind, kind) if isinstance(kind, str) else None
 
 
 def _fill_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -188,6 +190,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
             f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
             f"{', '.join(MODEL_TYPES)}; --trace finds its memory with torch"
         )
+    config |= {ours: config[theirs] for ours, theirs in NAMES.get(kind, {}).items() if config.get(theirs) is not None}
     configs.check_sizes(config, name, FIELDS, MAY_BE_ZERO)
     config = _fill_defaults(config, kind)
 
@@ -196,46 +199,30 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
             raise UnknownShapeError(f"{name}: its configuration has no {field}")
         return int(config[field])
 
-    heads, layers = need("num_attention_heads"), need("num_hidden_layers")
+    heads, layers, width = (need(field) for field in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
     values: dict[str, Any] = {
         "vocab_size": need("vocab_size"),
-        "hidden_size": need("hidden_size"),
+        "hidden_size": width,
         "num_layers": layers,
-        "intermediate_size": need("intermediate_size"),
+        "intermediate_size": config.get("intermediate_size")
+        or (0 if kind in ("falcon", "mpt") else need("intermediate_size")),
         "num_heads": heads,
         "num_key_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or max(1, need("hidden_size") // heads),
-        "tied_head": bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
-        "qkv_bias": kind == "qwen2" or bool(config.get("attention_bias")),
-        "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "gemma3_text": "head", "olmo2": "width"}.get(kind, "none"),
-        "num_post_norms": 2 if kind in ("gemma2", "gemma3_text", "olmo2") else 0,
-        "num_pre_norms": 0 if kind == "olmo2" else 2,
-        "is_fused": kind == "phi3",
-        "soft_caps": kind == "gemma2",
+        "head_dim": config.get("head_dim") or max(1, width // heads),
+        "tied_head": bool(config.get("tie_word_embeddings", kind.startswith("gemma") or kind in TIED)),
+        "qkv_bias": bool(config.get("attention_bias")),
         "max_length": config.get("max_position_embeddings"),
         "stored_bytes": 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4,
     }
     window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe")):
-        every = {"gemma2": 2, "gemma3_text": 6}.get(kind)
-        values |= {"window": window, "num_global": 0 if every is None else layers // every}
-    if kind == "mixtral":
-        experts = {"num_experts": need("num_experts"), "expert_size": need("intermediate_size")}
-    elif kind == "qwen3_moe":
-        experts = {"num_experts": need("num_experts"), "expert_size": need("moe_intermediate_size")}
-    elif kind == "deepseek_v3":
-        size = need("moe_intermediate_size")
-        experts = {"num_experts": need("num_experts"), "expert_size": size}
-        experts |= {"shared_size": size * config.get("n_shared_experts", 0)}
-        experts |= {"num_dense": min(layers, config.get("first_k_dense_replace", 0))}
-        rotated, value_dim = need("qk_rope_head_dim"), need("v_head_dim")
-        values |= {"latent": Latent(config.get("q_lora_rank") or 0, need("kv_lora_rank"), rotated, value_dim)}
-        values |= {"head_dim": need("qk_nope_head_dim") + rotated, "num_key_heads": heads}
-    else:
-        experts = {}
-    if experts:
-        experts |= {"experts_per_token": min(need("num_experts_per_tok"), experts["num_experts"])}
-    return Shape(**values | experts)
+    if window is not None and config.get(
+        "use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v2")
+    ):
+        values |= {"window": window}
+    try:
+        return Shape(**values | KINDS[kind](config, values))
+    except KeyError as error:
+        raise UnknownShapeError(f"{name}: its configuration has no {error.args[0]}") from None
 
 
 def find_weights(recipe: Recipe) -> str:

@@ -36,18 +36,30 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
+CLASSES = {
+    "bert": "BertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "modernbert": "ModernBertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "resnet": "ResNetForImageClassification",
+    "vit": "ViTForImageClassification",
+}
+"""`model_type` -> the class of a configuration that names none."""
 IMAGE = 224
 """Pixels per side of an image."""
 
 
 def has_formula(config: Mapping[str, Any]) -> bool:
     """Tell whether `model_from_config` has a formula for the configuration's class."""
-    return _find_class(config) in _SHAPES
+    return find_class(config) in _SHAPES
 
 
-def _find_class(config: Mapping[str, Any]) -> str:
+def find_class(config: Mapping[str, Any]) -> str:
+    """Find the class that a configuration names, or else the one of its kind that trace.py would take."""
     names = config.get("architectures")
-    return names[0][:60] if isinstance(names, list) and names and isinstance(names[0], str) else "?"
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0][:60]
+    return CLASSES.get(str(config.get("model_type")), "?")
 
 
 def model_from_config(
@@ -71,14 +83,14 @@ def model_from_config(
     """
     _check(config, name)
     config = {field: value for field, value in config.items() if value is not None}
-    kind = _find_class(config)
+    kind = find_class(config)
     if kind not in _SHAPES:
         raise UsageError(
             f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
             f"formula: known are {', '.join(_SHAPES)}, and decoders such as Llama, Qwen and Gemma; --trace finds its memory "
             "with torch"
         )
-    is_text = kind != "ResNetForImageClassification"
+    is_text = not kind.endswith("ForImageClassification")
     if is_text and length is None:
         raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
     num_positions = config.get("max_position_embeddings", config.get("n_positions"))
@@ -101,7 +113,7 @@ SIZES = {
     **dict.fromkeys("n_embd n_head embedding_size".split(), 2**17),
     **dict.fromkeys("intermediate_size n_inner".split(), 2**20),
     **dict.fromkeys("num_hidden_layers n_layer".split(), 10_000),
-    "num_channels": 2**14,
+    **dict.fromkeys(("num_channels", "image_size", "patch_size"), 2**14),
 }
 LISTS = {"hidden_sizes": 2**17, "depths": 1000}
 MAX_STAGES = 64
@@ -176,6 +188,25 @@ def _resnet(config: Mapping[str, Any], _: int | None) -> convnet.ConvNet:
     return convnet.resnet({**config, "num_labels": _count_labels(config)}, IMAGE, IMAGE)
 
 
+def _vit(config: Mapping[str, Any], _: int | None) -> Transformer:
+    """Return the shape of a ViT, whose patches are the tokens of a BERT with its normalisations before each block."""
+    h, labels = config["hidden_size"], _count_labels(config)
+    patch, channels = config["patch_size"], config.get("num_channels", 3)
+    num_patches = (config["image_size"] // patch) ** 2
+    tokens = num_patches + 1  # and one that is classified
+    # Its embeddings and pooler are those below
+    words = {"vocab_size": 0, "max_position_embeddings": 0, "type_vocab_size": 0, "num_labels": labels}
+    shape = transformer.bert({**config, **words}, tokens, None)
+    embedding = channels * patch**2 * h
+    flops = shape.flops_per_sample + 3 * 2 * embedding * num_patches - 3 * (2 * h * h)
+    outside = embedding + h + h + tokens * h + 2 * h + (h + 1) * labels
+    return dataclasses.replace(shape, num_outside=outside, flops_per_sample=flops, post_norm=False, keeps_masks=False)
+
+
+def _modernbert(config: Mapping[str, Any], length: int) -> Transformer:
+    return transformer.modernbert(config, length, length)
+
+
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "BertForPreTraining": lambda config, length: transformer.bert(config, length, length),
     "BertForMaskedLM": _masked_language_model,
@@ -183,5 +214,7 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "RobertaForMaskedLM": _masked_language_model,
     "RobertaForSequenceClassification": _bert_classifier,
     "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),
+    "ModernBertForMaskedLM": _modernbert,
     "ResNetForImageClassification": _resnet,
+    "ViTForImageClassification": _vit,
 }

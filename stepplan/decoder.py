@@ -9,9 +9,9 @@ import dataclasses
 from typing import NamedTuple
 
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
-from stepplan.transformer import Peak
+from samestep.recipe.tasks.decoder import ALL_LINEAR
+from stepplan.transformer import INPUT_AND_OUTPUT, OTHER_ACTIVATIONS, Peak
 
-ALL_LINEAR = "all-linear"
 NF4_BLOCK, NF4_GROUP = 64, 256
 """Weights that share a scale, and scales that share a second one: bitsandbytes' blocksize, and its double quantisation."""
 
@@ -69,6 +69,16 @@ class Shape:
         num_post_norms: normalisations of what attention and feed-forward layer give back: 0 or 2.
         num_pre_norms: of what they are given: 2 or 0.
         is_fused: whether queries, keys and values are one matrix, and so are both that feed the activation (Phi-3).
+        activation: of a feed-forward layer without a gate, fed by one matrix; None: two matrices feed it, one as a gate.
+        has_layer_norm: whether normalisations are torch's LayerNorm, which saves its input only; else RMS, in operations.
+        expert_tensors: tensors of f per token that an expert saves before its last product.
+        copies_scores: whether stored scores are copied once more: beside a sink of each head, or with a bias of distances.
+        all_linear: what all-linear adapts of a mixture beside attention: experts (with the router, but no other feed-forward
+            layer: peft takes their names for those of tables), router (with all of these, but no table) or linears.
+        is_eager: whether attention stores its scores, because transformers has no kernel for it.
+        names: our name and theirs, of modules that are called otherwise.
+        extra_layer, extra_mixture, extra_outside: parameters of a layer, of a mixture's experts, and outside the layers that
+            the other fields do not count: biases, positions.
         soft_caps: whether scores are soft-capped, which no kernel without stored matrices computes here (Gemma 2).
         window: keys that a query of a layer with a window sees; None: all layers see all.
         num_global: layers without the window.
@@ -93,6 +103,16 @@ class Shape:
     num_post_norms: int = 0
     num_pre_norms: int = 2
     is_fused: bool = False
+    activation: str | None = None
+    has_layer_norm: bool = False
+    expert_tensors: int = 3
+    copies_scores: bool = False
+    all_linear: str = "experts"
+    is_eager: bool = False
+    names: tuple[tuple[str, str], ...] = ()
+    extra_layer: int = 0
+    extra_mixture: int = 0
+    extra_outside: int = 0
     soft_caps: bool = False
     window: int | None = None
     num_global: int = 0
@@ -148,15 +168,30 @@ class Shape:
         """List the matrices of a feed-forward layer of this width."""
         h = self.hidden_size
         down = Linear("down_proj", size, h, "down")
+        if self.activation:
+            return [Linear("up_proj", h, size, "feed_forward"), down]
         if self.is_fused:
             return [Linear("gate_up_proj", h, 2 * size, "feed_forward"), down]
         return [Linear("gate_proj", h, size, "feed_forward"), Linear("up_proj", h, size, "feed_forward"), down]
 
     def linears(self, is_mixture: bool) -> list[Linear]:
         """List the matrices of a layer, a mixture's experts left out: they are tables, to which no adapter is added."""
-        if not is_mixture:
-            return self.attention_linears() + self.feed_forward_linears(self.intermediate_size)
-        return self.attention_linears() + (self.feed_forward_linears(self.shared_size) if self.shared_size else [])
+        size, names = self.shared_size if is_mixture else self.intermediate_size, dict(self.names)
+        linears = self.attention_linears() + (self.feed_forward_linears(size) if size else [])
+        return [linear._replace(name=names.get(linear.name, linear.name)) for linear in linears] if names else linears
+
+    @property
+    def module_names(self) -> list[str]:
+        """Names of modules, as `lora_targets` and `modules_to_save` name them."""
+        kinds = {False: self.num_mixtures < self.num_layers, True: self.num_mixtures > 0}
+        linears = [linear for kind, is_there in kinds.items() if is_there for linear in self.linears(kind)]
+        inside = {
+            "attention": "self_attn",
+            "output": "self_attn",
+            "query_latent": "self_attn",
+            "key_latent": "self_attn",
+        }
+        return [*{f"{inside.get(each.source, 'mlp')}.{each.name}": 1 for each in linears}, "embed_tokens", "lm_head"]
 
     @property
     def expert_parameters(self) -> int:
@@ -174,13 +209,14 @@ class Shape:
 
     def layer_parameters(self, is_mixture: bool) -> int:
         """Count the parameters of a layer."""
-        count = sum(linear.size for linear in self.linears(is_mixture)) + self.norm_parameters
-        return count + (self.num_experts * self.hidden_size + self.expert_parameters if is_mixture else 0)
+        count = sum(linear.size for linear in self.linears(is_mixture)) + self.norm_parameters + self.extra_layer
+        mixture = self.num_experts * self.hidden_size + self.expert_parameters + self.extra_mixture
+        return count + (mixture if is_mixture else 0)
 
     @property
     def num_outside(self) -> int:
         """Parameters outside the layers: embedding, head, the last normalisation."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2) + self.hidden_size
+        return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2) + self.hidden_size + self.extra_outside
 
     @property
     def num_parameters(self) -> int:
@@ -222,7 +258,9 @@ class Tuning:
 
     def is_adapted(self, name: str) -> bool:
         """Tell whether a matrix of this name gets an adapter."""
-        return self.rank is not None and (ALL_LINEAR in self.targets or name in self.targets)
+        return self.rank is not None and (
+            ALL_LINEAR in self.targets or name in {target.rpartition(".")[2] for target in self.targets}
+        )
 
     @property
     def quantized_bytes(self) -> float:
@@ -264,7 +302,7 @@ class Weights:
         """Parameters outside the layers; of a reward model with a head of scores."""
         if not self.num_scored:
             return self.shape.num_outside
-        return self.vocab_size * self.hidden_size + self.hidden_size * (1 + self.num_scored)
+        return self.vocab_size * self.hidden_size + self.hidden_size * (1 + self.num_scored) + self.shape.extra_outside
 
     @property
     def _num_vocabulary(self) -> int:
@@ -329,18 +367,28 @@ class Weights:
         """Count the parameters of the adapters of a layer."""
         if self.method.rank is None:
             return 0
-        adapted = [linear for linear in self.shape.linears(is_mixture) if self.method.is_adapted(linear.name)]
+        adapted = self.list_adapted(is_mixture)
         rank, dora = self.method.rank, self.method.uses_dora
         count = sum(rank * (linear.width + linear.out) + linear.out * dora for linear in adapted)
         if is_mixture and self.adapts_experts:  # each expert's gate and up together at twice the rank, and the router
             h, f = self.shape.hidden_size, self.shape.expert_size
-            count += rank * self.shape.num_experts * (2 * (h + 2 * f) + h + f) + rank * (h + self.shape.num_experts)
+            count += rank * self.shape.num_experts * (2 * (h + 2 * f) + h + f)
+        if is_mixture and ALL_LINEAR in self.method.targets and self.shape.all_linear != "linears":
+            count += rank * (self.hidden_size + self.shape.num_experts)
         return count
+
+    def list_adapted(self, is_mixture: bool) -> list[Linear]:
+        """List the matrices of a layer that get adapters."""
+        linears = [linear for linear in self.shape.linears(is_mixture) if self.method.is_adapted(linear.name)]
+        return [
+            linear for linear in linears if not self.adapts_experts or linear.source not in ("feed_forward", "down")
+        ]
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether peft adapts the tables of experts, too: with all-linear it does."""
-        return self.method.rank is not None and ALL_LINEAR in self.method.targets
+        """Whether peft adapts the tables of experts: with all-linear it does, of kinds that it knows."""
+        is_all = self.method.rank is not None and ALL_LINEAR in self.method.targets
+        return is_all and self.shape.num_experts > 0 and self.shape.all_linear == "experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -389,7 +437,7 @@ class Activations(Weights):
         """
         shape, method = self.shape, self.method
         b = 2 if autocast else 4
-        needed = [x for x in shape.linears(is_mixture) if method.rank is None or method.is_adapted(x.name)]
+        needed = shape.linears(is_mixture) if method.rank is None else self.list_adapted(is_mixture)
         total = 4.0 * shape.num_heads + b * (method.rank or 0) * len(needed)  # of attention its statistics
         total += sum(2 * b * x.out for x in needed) * method.uses_dora  # what both factors of the norm's gradient are
         total += self.input_bytes(needed, is_mixture, autocast)
@@ -410,7 +458,8 @@ class Activations(Weights):
         """Count the bytes per token of a layer's normalisations, which compute in float32."""
         shape, is_full = self.shape, self.method.rank is None
         # The input for the input's gradient, what it is scaled to for the weight's, and a statistic
-        total = (shape.num_pre_norms + shape.num_post_norms) * ((8 if is_full else 4) * shape.hidden_size + 4)
+        each = 8 if is_full and not shape.has_layer_norm else 4
+        total = (shape.num_pre_norms + shape.num_post_norms) * (each * shape.hidden_size + 4)
         if shape.qk_norm != "none":
             # Llama's kind casts before its weight, Gemma's and OLMo's after it
             is_cast_first = shape.qk_norm == "head" and not shape.num_post_norms
@@ -424,13 +473,16 @@ class Activations(Weights):
             return b * (2 * shape.queries + 2 * shape.values)
         whole = b * (shape.queries + shape.values)
         if self.stores_scores:
-            pairs = b * (1 + shape.soft_caps)  # probabilities; of soft caps the hyperbolic tangent
+            # Probabilities; of soft caps the hyperbolic tangent, and a copy of some kinds
+            pairs = b * (1 + shape.soft_caps + shape.copies_scores)
             return whole + b * 2 * shape.keys + self._square * pairs
         return whole + b * 2 * (shape.queries if shape.num_heads > shape.num_key_heads else shape.keys)
 
     def gate_bytes(self, b: int) -> int:
         """Count the bytes per token and unit of f: gate, its activation, and up."""
-        return 3 * b
+        if self.shape.activation is None:
+            return 3 * b
+        return OTHER_ACTIVATIONS.get(self.shape.activation, INPUT_AND_OUTPUT)[b == 2]
 
     @property
     def _square(self) -> int:
@@ -439,7 +491,7 @@ class Activations(Weights):
 
     @property
     def stores_scores(self) -> bool:
-        return self.eager_attention or self.shape.soft_caps
+        return self.eager_attention or self.shape.soft_caps or self.shape.is_eager
 
     def _mixture_bytes(self, b: int) -> int:
         """Count the bytes per token of router and experts."""
@@ -447,7 +499,7 @@ class Activations(Weights):
         k, h, f = shape.experts_per_token, shape.hidden_size, shape.expert_size
         is_full = self.method.rank is None or self.adapts_experts
         router = (b * h if is_full else 0) + 8 * shape.num_experts  # its scores, and their softmax in float32
-        return router + k * self.number_bytes * (3 * f + h + ((h + f) if is_full else 0))
+        return router + k * self.number_bytes * (shape.expert_tensors * f + h + ((h + f) if is_full else 0))
 
     def temporary_bytes(self, autocast: bool) -> float:
         """Count the bytes per token of gradients on their way through the feed-forward layer, traced on fake tensors."""

@@ -20,6 +20,8 @@ from stepplan.placement import Placement
 
 TIME_RESERVE = 1.2
 """Factor of the longest predicted time that a job asks for: evaluations and checkpoints are not predicted."""
+NAME = 50
+"""Characters of a job's name: Kubernetes has 63, of which it takes some itself."""
 SKY_NAMES = {
     "2080ti": "RTX2080Ti",
     "3090": "RTX3090",
@@ -136,7 +138,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
             "image is missing: kubeflow starts containers; give one that holds this repository, --image NAME"
         )
     launch_file = "launch.yaml"
-    command = placement.command(launch_file)
+    command = placement.command(launch_file, is_of_job=True)
     is_elastic = not engine.rank
     if is_elastic and find_flag(run_words, "fault_tolerance") is None:
         run_words = [*run_words, "--fault_tolerance", "restart"]
@@ -154,12 +156,12 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
     environment = make_environment(TEMPLATES / "engines", is_page=False)
     environment.filters["quote"] = shlex.quote
     job: str = environment.get_template(engine.template).render(
-        name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower()).strip("-") or "training",
+        name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower())[:NAME].strip("-") or "training",
         num_nodes=hardware.num_nodes,
         devices_per_node=hardware.num_processes // hardware.num_nodes,
         num_gpus=0 if is_cpu else hardware.num_processes // hardware.num_nodes,
         sky_device=None if is_cpu else SKY_NAMES.get(device),
-        launch_config=placement.config(launch_file, names_machines=False),
+        launch_config=placement.config(launch_file, is_of_job=True),
         command=command,
         script_command=script_command.replace("\n  ", "\n      "),
         program=program,

@@ -106,7 +106,8 @@ def find_hardware(workload: Workload, hardware: Hardware, **options: Any) -> lis
         options: those of `placement.place`.
 
     Returns:
-        The smallest number of the same device that it fits on, and as many of the smallest other device; none, one or both.
+        The smallest number of the same device that it fits on, and as many of the smallest other device of its maker, whose
+        torch is the same; none, one or both.
     """
     device, found = hardware.device, []
     counts = [*range(2, PER_NODE + 1), *range(2 * PER_NODE, MOST_DEVICES + 1, PER_NODE)]
@@ -118,11 +119,15 @@ def find_hardware(workload: Workload, hardware: Hardware, **options: Any) -> lis
     others = (
         dataclasses.replace(hardware, device=other)
         for other in map(load_device, names_by_memory())
-        if other.cores is None and other.memory_bytes > device.memory_bytes
+        if other.cores is None and other.memory_bytes > device.memory_bytes and _maker(other) == _maker(device)
     )
     for candidates in (larger, others):
         found += [next((each for each in candidates if _try_placement(workload, each, **options)), None)]
     return [each for each in found if each is not None]
+
+
+def _maker(device: Device) -> str:
+    return device.description.partition(" ")[0]
 
 
 def _try_placement(workload: Workload, hardware: Hardware, **options: Any) -> Placement | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,9 @@ class Hardware:
         return f"{nodes}{self.num_devices}x{self.device.name}"
 
 
+ORDER = ("memory_mib", "watts")
+
+
 def device_names() -> list[str]:
     """List the names of the devices that ship with the package."""
     return sorted(path.stem for path in DEVICES.glob("*.yaml"))
@@ -109,9 +113,13 @@ def names_by_memory() -> list[str]:
 
     def size(name: str) -> list[float]:
         text = (DEVICES / f"{name}.yaml").read_text(encoding="utf-8")
-        return [float(re.search(rf"^{field}: ([0-9.]+)$", text, re.MULTILINE)[1]) for field in ("memory_mib", "watts")]
+        return [float(re.search(rf"^{field}: (.+)$", text, re.MULTILINE)[1].replace("null", "inf")) for field in ORDER]
 
     return sorted(device_names(), key=size)
+
+
+COUNT = re.compile(r"([0-9]{1,9})(?:[xX] ?| [xX] )(?=.*[0-9.]|[^ ]{3})")
+"""A number of nodes or devices: an x of a name, as of a 7900 XTX, is followed by letters, or by less than a name."""
 
 
 def parse(text: str, network: str | None = None) -> Hardware:
@@ -125,7 +133,7 @@ def parse(text: str, network: str | None = None) -> Hardware:
         UsageError: another spelling, an unknown device, numbers below 1, a file that breaks a rule.
     """
     counts, name = [], text.strip()
-    while match := re.match(r"([0-9]{1,9}) ?[xX] ?(?=.)", name):
+    while match := COUNT.match(name):
         counts.append(int(match[1]))
         name = name[match.end() :]
     if len(counts) > 2 or not name:
@@ -270,6 +278,8 @@ def find_device(text: str) -> str:
 
     >>> [find_device(text) for text in ("T4", "RTX 3090", "NVIDIA A100 80GB", "Tesla-V100-32GB", "RTX 6000 Ada", "H100 SXM")]
     ['t4', '3090', 'a100-80', 'v100-32', 'rtx6000ada', 'h100']
+    >>> [find_device(text) for text in ("RX 7900 XTX", "TPU v5e", "Titan RTX", "RTX PRO 6000", "DGX Spark", "H200 NVL")]
+    ['7900xtx', 'tpu-v5e', 'titan-rtx', 'rtxpro6000', 'dgx-spark', 'h200-nvl']
     >>> [find_device(text) for text in ("NVIDIA H100 80GB HBM3", "H100 PCIe", "A100-PCIE-40GB", "AMD MI300X OAM", "M4 Max")]
     ['h100', 'h100-pcie', 'a100-40', 'mi300x', 'm4-max']
     """
@@ -289,14 +299,18 @@ def find_device(text: str) -> str:
         return matches[0]
     if matches:
         raise UsageError(f"device {format_value(text)} may be {' or '.join(matches)}: name one of them")
+    near = get_close_matches("".join(words), names, n=3, cutoff=0.5)
+    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)};"
     raise UsageError(
-        f"unknown device {format_value(text)}: known are {', '.join(names)}; or give a .yaml file, which may begin with "
-        "`extends: NAME` (docs/devices.md)"
+        f"unknown device {format_value(text)}: {known} One of your own is a .yaml file, which may begin with `extends: "
+        f"{near[0] if near else 'NAME'}` and then says what differs (docs/devices.md)"
     )
 
 
 def _split_name(text: str) -> list[str]:
     """Split a device's name into its words, in small letters and without vendor, series and GB."""
-    plain = re.sub(r"\b(nvidia|amd|intel|habana|apple)\b|geforce|tesla|quadro|instinct|rtx|gtx", " ", text.lower())
+    plain = re.sub(
+        r"\b(nvidia|amd|intel|habana|apple|google|radeon|rx)\b|geforce|tesla|quadro|instinct|rtx|gtx", " ", text.lower()
+    )
     plain = re.sub(r"\boam\b|\bhbm\w+|(?<=[0-9]) ?gi?b\b", " ", plain)
     return re.findall(r"[^\s_,-]+", plain)

@@ -158,7 +158,7 @@ class Placement:
     def _prefix(self) -> str:
         return "" if not self.sharded else "fsdp2_" if self.num_shards is None else "hsdp_"
 
-    def command(self, config_file: str | None = None) -> str | None:
+    def command(self, config_file: str | None = None, *, is_of_job: bool = False) -> str | None:
         """Write the command that launches the recipe's script, to paste into a shell; None: this repository has no script.
 
         It holds every field that the recipe was changed in, the precision where the launch file of the package has another
@@ -166,6 +166,7 @@ class Placement:
 
         Args:
             config_file: name of the launch file; None: the package's own, or `written_file` if it has none for this hardware.
+            is_of_job: whether a cluster runs it, in a checkout that is somewhere else: paths are those of the checkout.
         """
         if self.workload.script is None:
             return None
@@ -177,7 +178,8 @@ class Placement:
         words = [
             *("accelerate", "launch", "--config_file", file),
             *(["--mixed_precision", self.mixed_precision] if has_other_precision else []),
-            *(str(script) if is_installed() else _from_here(CONFIGS.parent / script), *self.workload.script_words),
+            str(script) if is_of_job or is_installed() else _from_here(CONFIGS.parent / script),
+            *self.workload.script_words,
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
         words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
@@ -185,16 +187,19 @@ class Placement:
         words += ["--attn_implementation", "eager"] if self.workload.model.eager_attention else []
         return (f"OMP_NUM_THREADS={cores} " if cores else "") + shlex.join(words)
 
-    def config(self, config_file: str | None = None, names_machines: bool = True) -> str:
+    def config(self, config_file: str | None = None, *, is_of_job: bool = False) -> str:
         """Write a launch file for Accelerate, as YAML.
 
         Args:
             config_file: its name, for the command in it; None: `written_file`.
-            names_machines: whether it says which machine is which; not in a job, whose flags do.
+            is_of_job: whether it is part of a job, whose flags say which machine is which.
         """
         hardware, file = self.hardware, config_file or self.written_file
         kind = "FSDP" if self.sharded else hardware.device.distributed_type if hardware.num_processes > 1 else '"NO"'
-        command = self.command(file) or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
+        command = (
+            self.command(file, is_of_job=is_of_job)
+            or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
+        )
         lines = [
             *(f"# {line}" for line in f"{hardware}: {hardware.device.description}".splitlines()),
             *(f"# {line}" for line in command.splitlines()),
@@ -205,7 +210,7 @@ class Placement:
             f"num_processes: {hardware.num_processes} # of all machines",
             f'mixed_precision: "{self.mixed_precision}"',
         ]
-        if hardware.num_nodes > 1 and names_machines:
+        if hardware.num_nodes > 1 and not is_of_job:
             lines += [
                 "machine_rank: 0 # 0 on the first machine, 1 on the next",
                 "main_process_ip: 127.0.0.1 # of the first machine: to be filled in",
@@ -331,7 +336,7 @@ def place(
     min_batch = 1 if is_free else request.per_device_train_batch_size
     wanted = Way(precision, gradient_checkpointing, sharded)
     candidates = _list_candidates(model.has_equal_layers, num_processes, wanted)
-    refusals = {way.sharded: workload.find_refusal(precision, way.sharded) for way in candidates}
+    refusals = {way.sharded: workload.find_refusal(precision, way.sharded, num_processes) for way in candidates}
     allowed = [way for way in candidates if not refusals[way.sharded]]
     way = next((way for way in allowed if fits(min_batch, way)), None)
     refused = [way for way in candidates if refusals[way.sharded]]
@@ -436,7 +441,9 @@ def _explain(
     """Write why the programs refuse what would fit, and what works; the flags as of `place`, `is_sharded`: what would fit."""
     subject = f"{workload.name} fits only with sharded weights (FSDP2), but " if is_sharded and not sharded else ""
     others = [
-        name for name in ("bf16", "no") if hardware.device.tflops(name) and not workload.find_refusal(name, is_sharded)
+        name
+        for name in ("bf16", "no")
+        if hardware.device.tflops(name) and not workload.find_refusal(name, is_sharded, hardware.num_processes)
     ]
     if mixed_precision is not None and others:
         return f"{subject}{refusal.reason}: set --mixed_precision to {' or '.join(others)}, or leave it out"

@@ -26,7 +26,7 @@ def write_plan(answer: dict[str, Any]) -> Iterator[str]:
     if "hardware" in answer:
         yield from _write_verdict(answer)
         yield from ("", "Details")
-    yield from _wrap(f"{answer['recipe']}: {answer['description']}", indent=13 * " ")
+    yield from _wrap(f"{answer['title']}: {answer['description']}", indent=13 * " ")
     yield from (line for name, text in _list_details(answer) for line in _wrap(f"  {name:10} {text}", indent=13 * " "))
 
 
@@ -37,7 +37,7 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
     """Write what fits, hours and dollars, the command, and what to know before the start."""
     n, b, k = (answer[name] for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"))
-    yield from _wrap(f"{answer['recipe']} on {answer['hardware']}: {answer['device']}")
+    yield from _wrap(f"{answer['title']} on {answer['hardware']}: {answer['device']}")
     needed, there = answer["memory_needed"], answer["memory_of_device"]
     fits = "It fits" if needed <= there else "It does not fit"
     names = {"gradient_checkpointing": "gradient checkpointing", "sharded": "sharded weights"}
@@ -339,7 +339,7 @@ def _list_time(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def write_comparison(answer: dict[str, Any]) -> Iterator[str]:
     """Write the table of `plan` on several hardware from its JSON object, in the order of its rows."""
     length = "" if answer["num_steps"] is None else f", {answer['num_steps']:,} steps"
-    yield f"{answer['recipe']}, predicted: {answer['global_batch_size']:,} samples per step{length}"
+    yield f"{answer['title']}, predicted: {answer['global_batch_size']:,} samples per step{length}"
     placed = [row for row in answer["rows"] if "problem" not in row]
     unit = "tokens" if any(row["tokens_per_second"] for row in placed) else "samples"
     names = (
@@ -449,6 +449,17 @@ def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield from _wrap(f"How long: {_explain_missing(first)}.")
     else:
         yield from _wrap(f"Ranges: {explain_band(rows)}.")
+    for line in list_networks(rows):
+        yield from _wrap(f"{line}.")
+
+
+def list_networks(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say of each hardware of several nodes what connects them, and how long a step waits for it."""
+    for row in rows:
+        if row["network"]:
+            share = row["time"]["exposed_communication"] / row["time"]["total"]
+            waits = f"for which {share:.0%} of a step waits; --network says another"
+            yield f"{row['hardware']}: {row['network']} between nodes, {waits}"
 
 
 def explain_band(answers: list[dict[str, Any]]) -> str:

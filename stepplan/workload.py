@@ -8,10 +8,13 @@ from typing import Any
 from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
+from samestep.recipe.catalog import name_changed
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Refusal
 from samestep.recipe.schedule import LearningRates
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.recipe.tasks.decoder import check_module_names
 from samestep.recipe.tasks.images import ImageRecipe
 from samestep.recipe.variants import Algorithm
 from stepplan.convnet import ConvNet
@@ -98,7 +101,7 @@ class Workload:
         trained = round((self.gradient_bytes + self.moment_bytes) * count_trained(self.model))
         return count_weight_bytes(self.model) + trained
 
-    def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
+    def find_refusal(self, mixed_precision: str, is_sharded: bool, num_processes: int = 1) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
         recipe = SimpleNamespace(
             accumulation="gradient" if self.gradient_bytes else "optimizer",
@@ -107,7 +110,8 @@ class Workload:
             communication=self.communication,
         )
         settings = SimpleNamespace(may_shard=self.may_shard)
-        return find_refusal(recipe, settings, mixed_precision=mixed_precision, is_sharded=is_sharded)
+        launch = {"mixed_precision": mixed_precision, "is_sharded": is_sharded, "num_processes": num_processes}
+        return find_refusal(recipe, settings, **launch)
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
@@ -220,7 +224,7 @@ def from_recipe(
     else:
         num_steps, schedule = (None, None) if plan is None else (plan.num_steps, plan.schedule)
     return Workload(
-        name=recipe.name,
+        name=name_changed(recipe, changes or {}),
         model=model,
         global_batch_size=recipe.global_batch_size,
         num_steps=num_steps,
@@ -244,6 +248,18 @@ def from_recipe(
         critical_batch_size=critical_batch_size,
         communication=recipe.communication,
     )
+
+
+def from_command(recipe: Recipe, **options: Any) -> Workload:
+    """Make the workload of a recipe whose command is printed: what its program would refuse is refused.
+
+    Arguments and errors are those of `from_recipe`.
+    """
+    workload = from_recipe(recipe, **options)
+    if isinstance(recipe, CausalLmFineTuning) and isinstance(workload.model, Decoder):
+        names = workload.model.shape.module_names
+        check_module_names(recipe, names, recipe.model_name_or_path or recipe.name)
+    return workload
 
 
 def _count_moment_bytes(model: Any) -> float:

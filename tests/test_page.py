@@ -246,7 +246,7 @@ def test_files_of_others_stay_text(tmp_path):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
 
 
-@pytest.mark.parametrize("key", ["recipe", "memory", "samples_per_second", "strategy"])
+@pytest.mark.parametrize("key", ["title", "memory", "samples_per_second", "strategy"])
 def test_what_is_missing_is_no_empty_place(xl, key):
     with pytest.raises((UndefinedError, KeyError), match=key):
         page({name: value for name, value in xl.items() if name != key})

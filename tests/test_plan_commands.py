@@ -244,7 +244,18 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     config = {"architectures": ["Qwen3ForCausalLM"], **find_base_model("Qwen/Qwen3-0.6B")}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    words = ["plan", "--model_name_or_path", "model", "--seq_len", "1024", "--global_batch_size", "64", "--on", "4xl4"]
+    words = [
+        "plan",
+        "model",
+        "--from_scratch",
+        "false",
+        "--seq_len",
+        "1024",
+        "--global_batch_size",
+        "64",
+        "--on",
+        "4xl4",
+    ]
     *_, command = read_commands(run(capsys, *words, "--write_config", "launch.yaml"))
     _, without_file, _ = read_launch(command)
     words += ["--write_recipe", "mine.yaml", "--write_config", "launch.yaml"]
@@ -451,8 +462,8 @@ def test_numbers_of_a_plan_are_written_for_people(capsys, tmp_path):
     config = find_base_model("Qwen/Qwen3-0.6B") | {"architectures": ["Qwen3ForCausalLM"]}
     (tmp_path / "m15").mkdir()
     (tmp_path / "m15" / "config.json").write_text(json.dumps(config))
-    model = f"--model_name_or_path {tmp_path / 'm15'} --seq_len 512 --global_batch_size 64 --max_train_steps 90000"
-    words = f"{model} --on 4x3090 --interruptions_per_day 1".split()
+    model = f"{tmp_path / 'm15'} --from_scratch false --seq_len 512 --global_batch_size 64"
+    words = f"{model} --max_train_steps 90000 --on 4x3090 --interruptions_per_day 1".split()
     text = " ".join(run(capsys, "plan", *words).split())
     assert "With 1 interruption a day" in text
     assert re.search(r"all-reduce [0-9.]+ GB of gradients", text)

@@ -175,6 +175,7 @@ def files(corpus, tmp_path_factory) -> Path:
     qwen |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}
     (folder / "Qwen/Qwen3-0.6B/config.json").write_text(json.dumps(qwen))
+    (folder / "Qwen/Qwen3-0.6B/model.safetensors").touch()
     plan = ["plan", "bert_large_phase1", "--on", "2x8xa100-80", "--write_config", "nodes.yaml"]
     for name in ("support/adapter", "support-more"):
         (folder / "runs" / name).mkdir(parents=True)

@@ -160,7 +160,7 @@ def test_what_cannot_be_fine_tuned(changes, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "opt"}, "model_type"),
+        ({"model_type": "bloom"}, "model_type"),
         (
             {"hidden_size": 10**15},
             "hidden_size is 1000000000000000 in its configuration, must be a whole number from 1 to 131,072",

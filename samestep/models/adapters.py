@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from samestep._internals.torch_tracing import is_fake, keep_modules
-from samestep.errors import UsageError, nearest, reason
+from samestep.errors import UsageError, reason
 from samestep.models import quantization
 from samestep.models.pretrained import save_pretrained
 from samestep.recipe import extras
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import format_name
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.recipe.tasks.decoder import ALL_LINEAR, check_module_names
 
-ALL_LINEAR = "all-linear"
 FIELDS = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
@@ -60,7 +60,7 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
     import peft  # takes seconds
 
     targets = list(recipe.lora_targets)
-    _check_names(model, recipe)
+    check_module_names(recipe, [name for name, _ in model.named_modules()], type(model).__name__)
     without_head = peft.TaskType.CAUSAL_LM if model.can_generate() else peft.TaskType.FEATURE_EXTRACTION
     config = peft.LoraConfig(
         # The head of a reward model is trained whole
@@ -151,20 +151,6 @@ def _show(config: Any, name: str) -> Any:
     return (
         sorted({item for item in value if item != "score"}) if isinstance(value, set | list | tuple) else value or None
     )
-
-
-def _check_names(model: PreTrainedModel, recipe: Any) -> None:
-    """Raise UsageError for a name that no module has: peft trains nothing for it where another name is found."""
-    names = [name for name, _ in model.named_modules()]
-    for field in ("lora_targets", "modules_to_save"):
-        for wanted in getattr(recipe, field) or ():
-            if wanted != ALL_LINEAR and not any(f".{name}".endswith(f".{wanted}") for name in names):
-                valid = {
-                    name.rpartition(".")[2] for name, module in model.named_modules() if not any(module.children())
-                }
-                raise UsageError(
-                    f"{field} names {wanted}, but {type(model).__name__} has no such module: {nearest(wanted, valid)}"
-                )
 
 
 def name_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:

@@ -27,8 +27,10 @@ PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name", "mixture_w
 HELD_OUT = ("validation_file", "validation_dir")
 """Fields that name held-out data of the same kind as the training data."""
 DATA = ("train_file", "train_dir", "dataset_name", "dataset_config_name")
-MODEL = ("model_name_or_path", "architecture", "lora_rank", "base_quantization", "objective")
-"""Fields that a description names."""
+SHAPES = ("architecture", "vocab_size", *SHAPE, "n_embd", "n_layer", "n_head", "hidden_sizes", "depths")
+MODEL = ("model_name_or_path", "lora_rank", "base_quantization", "objective", *SHAPES)
+LENGTHS = ("max_train_steps", "num_train_epochs", "global_batch_size", "block_size", "max_seq_length")
+"""Fields that a description names: of the data, of the model, of the training's length."""
 TEXTS = ("name", "description", "source", "expect")
 """Fields that speak of all others: they are not true of a recipe whose values were changed."""
 
@@ -70,13 +72,13 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 def _change(values: Mapping[str, Any], changes: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Lay `changes` over the values of a recipe, and say in its `source` and `expect` that they are no longer the recipe's.
 
-    A description of other data, or of another model, is left empty, for `load` to write.
+    A description of other data, another model or length, is left empty, for `load` to write.
     """
     merged = overlay(values, changes)
     names = [name for name in changes if name not in TEXTS and not _is_same(merged[name], values.get(name))]
     if names:
         texts = {"source": f"{origin}, but for {', '.join(names)}", "expect": "not measured with these values"}
-        if any(name in DATA or name in MODEL for name in names):
+        if any(name in (*DATA, *MODEL, *LENGTHS) for name in names):
             texts["description"] = ""
         merged |= {name: text for name, text in texts.items() if name not in changes}
     return merged
@@ -125,6 +127,23 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
         place = f" on {recipe.data_name}" if recipe.data_name else ""
         recipe = dataclasses.replace(recipe, description=f"{subject}{recipe.model_in_words}{place}.")
     return recipe
+
+
+def name_changed(recipe: Recipe, changes: Mapping[str, Any]) -> str:
+    """Name a recipe with what flags changed: its model, its data.
+
+    >>> recipe = load("gpt2_124m", changes := {"train_file": ["a.txt"], "n_layer": 24})
+    >>> name_changed(recipe, changes), name_changed(recipe, {"seed": 2})
+    ('gpt2_124m of another shape, on a.txt', 'gpt2_124m')
+    """
+    path, data = changes.get("model_name_or_path"), None
+    if any(changes.get(name) is not None for name in DATA):
+        data = recipe.data_name
+    if path is None:
+        name = recipe.name + " of another shape" * any(name in SHAPES for name in changes)
+        return f"{name}{',' * (name != recipe.name)} on {data}" if data else name
+    model = Path(path).name or str(path)
+    return f"{model} on {data or recipe.data_name or 'its data'} ({recipe.name})"
 
 
 def find_task(name_or_file: str) -> str | None:

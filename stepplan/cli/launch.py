@@ -4,15 +4,16 @@ import dataclasses
 import itertools
 import shlex
 import subprocess
+import sys
 
 from samestep.cli.flags import read_recipe, write_file
 from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.settings import program_name, setting
 from stepplan import engines
-from stepplan.hardware import NETWORK, parse
-from stepplan.placement import TooLargeError, place
-from stepplan.workload import format_flags, from_recipe
+from stepplan.hardware import NETWORK, Hardware, parse
+from stepplan.placement import Placement, TooLargeError, place, try_placement
+from stepplan.workload import format_flags, from_command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ def launch(argv: list[str]) -> None:
     engine, hardware_name = engines.parse_target(settings.on)
     if settings.submit and settings.write is None:
         raise UsageError("--submit needs --write FILE: the file that is handed over")
-    workload = from_recipe(recipe, source=words[0], changes=changes, num_train_samples=data.num_train_samples)
+    workload = from_command(recipe, source=words[0], changes=changes, num_train_samples=data.num_train_samples)
     try:
         placement = place(workload, parse(hardware_name, settings.network))
     except TooLargeError as error:
@@ -45,9 +46,12 @@ def launch(argv: list[str]) -> None:
     file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
     seconds = placement.seconds_to_end
     hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"
-    title = [f"{recipe.name} on {placement.hardware}: {placement.time.total:.3g} s per step{hours}"]
+    title = [f"{workload.name} on {placement.hardware}: {placement.time.total:.3g} s per step{hours}"]
+    title += _find_remarks(placement, asks_for_time=engine == "slurm")
     origin = f"{program_name()} {shlex.join(['launch', *(word for word in argv if word != '--submit')])}"
     job = engines.write_job(engine, placement, run_words, title=title, origin=origin, file=file, image=settings.image)
+    for remark in title[1:]:
+        print(f"{file}: {remark}", file=sys.stderr)
     if settings.write is None:
         print(job, end="")
         return
@@ -68,3 +72,20 @@ def launch(argv: list[str]) -> None:
         raise UsageError(
             f"{shlex.join(command)} ended with exit code {error.returncode}: see its message above"
         ) from None
+
+
+def _find_remarks(placement: Placement, *, asks_for_time: bool) -> list[str]:
+    """Find what to know before machines are waited for: that one of them is faster than all, that the job asks for no time."""
+    hardware, remarks = placement.hardware, []
+    single = Hardware(hardware.device, hardware.num_devices)
+    alone = try_placement(lambda: placement.workload, single) if hardware.num_nodes > 1 else None
+    if alone is not None and alone.time.total <= placement.time.total:
+        remarks.append(
+            f"one machine is faster: {single} takes {alone.time.total:.3g} s per step, predicted, and {hardware} "
+            f"{placement.time.total:.3g} s, over a network of {hardware.network_gb_per_s:g} GB/s (--network says another)"
+        )
+    if asks_for_time and placement.seconds_to_end is None:
+        remarks.append(
+            "no --time is asked for, as nobody knows the number of samples: add --num_train_samples N, or sbatch --time"
+        )
+    return remarks

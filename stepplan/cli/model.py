@@ -16,7 +16,7 @@ from samestep.recipe.scaling import RULES
 from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan.base_models import find_config, is_decoder, shape_from_config
-from stepplan.configs import IMAGE, has_formula, model_from_config
+from stepplan.configs import IMAGE, find_class, has_formula, model_from_config
 from stepplan.methods import STARTING_RECIPE
 from stepplan.workload import Workload, from_model
 
@@ -38,6 +38,11 @@ class ModelSettings:
     """Describe a model of Hugging Face without a recipe, and its training"""
 
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
+    from_scratch: bool | None = setting(
+        "true: a decoder is pretrained from random weights, by --depth or --parameters or its configuration; false: weights "
+        "of this configuration are fine-tuned; none: they are, where there are some",
+        default=None,
+    )
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
     global_batch_size: int = setting(
         "samples per optimizer step, over all processes and micro-batches", BATCH, default=64
@@ -98,6 +103,15 @@ def load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
             f"optimizer is {training.optimizer}, but scripts/finetune_causal_lm.py trains {name} with AdamW: leave it out"
         )
     config = find_config(training.model_name_or_path)
+    if training.from_scratch:
+        raise UsageError(
+            f"--from_scratch is a flag of plan: plan {name} --from_scratch --write_recipe FILE.yaml writes a recipe to scale"
+        )
+    if training.from_scratch is None and not may_have_weights(training.model_name_or_path):
+        raise UsageError(
+            f"{name} holds no weights: --from_scratch plans its pretraining, --from_scratch false fine-tuning with weights "
+            "of its shape"
+        )
     num_positions = shape_from_config(config, name).max_length if is_decoder(config) else config.get("n_positions")
     if num_positions is not None and training.seq_len > num_positions:
         raise UsageError(
@@ -117,6 +131,12 @@ def load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
     else:
         changes |= {"max_train_steps": training.max_train_steps}
     return pretrained_shape.load(STARTING_RECIPE, changes), changes
+
+
+def may_have_weights(name_or_path: str) -> bool:
+    """Tell whether a model has weights: a folder that holds some, a name on the hub."""
+    path = Path(name_or_path).expanduser()
+    return not path.exists() or any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
 
 
 def make_workload(
@@ -169,7 +189,7 @@ def _load_defaults(model_type: str) -> dict[str, Any]:
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    return str((config.get("architectures") or ["?"])[0]).endswith(CAUSAL_LMS)
+    return find_class(config).endswith(CAUSAL_LMS)
 
 
 def import_trace() -> ModuleType:

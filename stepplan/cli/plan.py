@@ -20,7 +20,7 @@ from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import VARIANTS, Recipe
-from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
+from samestep.recipe.settings import BATCH, POSITIVE, build, choice, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
 from stepplan.cli.model import import_trace
@@ -32,7 +32,7 @@ from stepplan.memory import model_from_recipe
 from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
 from stepplan.page import page
 from stepplan.placement import Placement, TooLargeError, place
-from stepplan.workload import KERNELS, Workload, format_flags, from_recipe, set_kernels
+from stepplan.workload import KERNELS, Workload, format_flags, from_command, set_kernels
 
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
@@ -43,6 +43,7 @@ NEED_HARDWARE = "write_config html price_per_hour network sort start interruptio
 MAX_HARDWARE = 64
 """Hardware that are compared at once, at most."""
 
+MOST_TOKENS = 1e15
 TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -128,7 +129,7 @@ def answer_recipe(
 
     def make(more: Mapping[str, Any]) -> Workload:
         """Make the workload with more changes, which a recipe written before does not hold."""
-        workload = from_recipe(
+        workload = from_command(
             build(type(recipe), recipes.overlay(vars(recipe), more), f"recipe {name}") if more else recipe,
             source=settings.write_recipe or name,
             changes=more if settings.write_recipe else {**changes, **more},
@@ -136,9 +137,10 @@ def answer_recipe(
             num_train_samples=num_train_samples,
             critical_batch_size=settings.critical_batch_size,
         )
-        return dataclasses.replace(workload, name=subject["recipe"])
+        return dataclasses.replace(workload, name=subject["title"])
 
-    subject: dict[str, Any] = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
+    subject: dict[str, Any] = {"recipe": recipe.name, "title": recipes.name_changed(recipe, changes)}
+    subject |= {"description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
     scaled = recipe.scaled_hyperparameters()
@@ -157,20 +159,28 @@ def _set_kernels(make: Callable[[Mapping[str, Any]], Workload], settings: PlanSe
     return lambda more: set_kernels(make(more), **kernels)
 
 
+def read_tokens(text: str) -> float:
+    """Read a number of tokens.
+
+    >>> read_tokens("10B"), read_tokens("1e6")
+    (10000000000.0, 1000000.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", text.lower())
+    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
+    if not 0 < value <= MOST_TOKENS:
+        raise UsageError(
+            f"num_train_tokens is {format_name(text)}, must be a number of tokens greater than 0: for example 10e9, 10B"
+        )
+    return value
+
+
 def count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
     """Count the optimizer steps that read so many tokens, in samples of `length`.
 
     >>> count_steps("10B", 512, 1024), count_steps("1e6", 1000, 100), count_steps("15T", 1000, 1000)
     (19074, 10, 15000000)
     """
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", num_tokens.lower())
-    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
-    num_steps = math.ceil(value / (global_batch_size * length))
-    if not 1 <= num_steps <= LARGEST:
-        raise UsageError(
-            f"num_train_tokens is {format_name(num_tokens)}, must be a number of tokens greater than 0: for example 10e9, 10B"
-        )
-    return num_steps
+    return math.ceil(read_tokens(num_tokens) / (global_batch_size * length))
 
 
 def write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:
@@ -220,7 +230,7 @@ def answer_plan(
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
-        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded):
+        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded, num_processes):
             raise UsageError(str(refusal))
         memory = workload.memory(layout, **options)
         result = subject | answer.describe_plan(workload, layout, memory, options)
@@ -282,8 +292,8 @@ def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any]
         described = answer.describe_plan(workload, placement.layout, placement.memory, placement.options)
         rows.append(described | answer.describe_placement(placement, placement.command(), terms=own_terms))
     rows = answer.sort_rows(rows, settings.sort)
-    result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
-    result |= {"num_steps": workload.num_steps}
+    result = {"recipe": subject["recipe"], "title": workload.name, "rows": rows}
+    result |= {"global_batch_size": workload.global_batch_size, "num_steps": workload.num_steps}
     if settings.html is not None:
         if not placements:
             raise UsageError(f"--html {format_name(settings.html)}: nothing fits: {rows[0]['problem']}")

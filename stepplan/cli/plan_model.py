@@ -52,7 +52,7 @@ def plan_model(argv: list[str]) -> None:
     kind = (
         f"a model of type {format_name(config.get('model_type'))}, {training.model_name_or_path}, all weights trained"
     )
-    subject: dict[str, Any] = {"recipe": training.name, "description": kind}
+    subject: dict[str, Any] = {"recipe": training.name, "title": training.name, "description": kind}
     subject |= {"source": "the model's configuration, and what was given with it"}
     if training.learning_rate is not None:
         adam = (0.9, 0.999, 1e-8) if training.optimizer == "adamw" else (None, None, None)
@@ -76,9 +76,9 @@ def _plan_decoder(settings: PlanSettings, training: ModelSettings, argv: list[st
     if settings.write_recipe is not None:
         write_recipe(settings.write_recipe, STARTING_RECIPE, FINE_TUNING | changes)
     # Of what was typed, what is no field of the recipe
-    mine = dict.fromkeys(field.name for field in dataclasses.fields(ModelSettings))
+    mine = dict.fromkeys([*(field.name for field in dataclasses.fields(ModelSettings)), "num_train_tokens"])
     words = ["plan", STARTING_RECIPE, *format_flags(changes), *drop_flags(argv, mine)]
-    subject = {"recipe": training.name, "description": recipe.description, "source": FINE_TUNING["source"]}
+    subject = {"recipe": training.name, "title": training.name, "source": FINE_TUNING["source"]}
     answer_recipe(STARTING_RECIPE, recipe, changes, settings, training.num_train_samples, words, subject)
 
 

@@ -28,8 +28,8 @@ class ScaleSettings(OutputSettings):
 def scale(argv: list[str]) -> None:
     """Put a recipe, or a model without one, on more and more devices."""
     if argv and not argv[0].startswith("-"):
-        recipe, settings, _, _ = read_recipe("scale", argv, ScaleSettings)
-        workload = from_recipe(recipe, critical_batch_size=settings.critical_batch_size)
+        recipe, settings, _, changes = read_recipe("scale", argv, ScaleSettings)
+        workload = from_recipe(recipe, changes=changes, critical_batch_size=settings.critical_batch_size)
     else:
         settings, training = read_model("scale", argv, ScaleSettings)
         config = find_config(training.model_name_or_path)

@@ -12,7 +12,7 @@ from samestep.recipe.tasks.text_pretraining import CausalPretraining
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLmPretraining(ExpertsRecipe, CausalPretraining):
-    """Pretraining of a causal language model of any architecture of transformers, from random weights."""
+    """Pretraining a causal language model: of any architecture of transformers, from random weights."""
 
     # Model
     architecture: str = setting("model_type of transformers: qwen3, llama, ...")
@@ -38,6 +38,10 @@ class CausalLmPretraining(ExpertsRecipe, CausalPretraining):
             shape |= {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
             shape |= {"num_key_value_heads": None if self.num_key_value_heads is None else 2}
         return shape
+
+    @property
+    def model_in_words(self) -> str:
+        return f" ({self.architecture}, {self.num_hidden_layers} layers of width {self.hidden_size:,})"
 
     @property
     def shape(self) -> dict[str, Any]:

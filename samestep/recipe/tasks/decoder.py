@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from samestep.errors import UsageError, nearest
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Rule, each, is_at_most, is_multiple, rows
 from samestep.recipe.settings import NOT_NEGATIVE, POSITIVE, choice, setting
@@ -29,6 +30,28 @@ WITHOUT_ADAPTERS = {
     "modules_to_save": None,
 }
 """Field of adapters -> its value where all weights are trained."""
+
+
+ALL_LINEAR = "all-linear"
+
+
+def check_module_names(recipe: Any, names: Collection[str], model: str) -> None:
+    """Check that the names of adapted and of saved modules are those of modules: for programs, and for plans of them.
+
+    Args:
+        recipe: has lora_rank, lora_targets and modules_to_save.
+        names: of all modules of the model.
+        model: its name, for the message.
+
+    Raises:
+        UsageError: a name that no module has: peft trains nothing for it where another name is found.
+    """
+    for field in ("lora_targets", "modules_to_save") if recipe.lora_rank is not None else ():
+        for wanted in getattr(recipe, field) or ():
+            if wanted != ALL_LINEAR and not any(f".{name}".endswith(f".{wanted}") for name in names):
+                hint = nearest(wanted, {name.rpartition(".")[2] for name in names})
+                remedy = f"give {ALL_LINEAR}, or names of linear layers; " * (field == "lora_targets")
+                raise UsageError(f"{field} names {wanted}, but {model} has no such module: {remedy}{hint}")
 
 
 def list_decoder_rules(length: str) -> list[Rule]:

@@ -1,0 +1,220 @@
+"""Kinds of decoders beside a Llama: which fields of a configuration say it, and how `decoder.Shape` has it.
+
+Each function takes a configuration and the fields of a shape that all decoders share, and returns those that its kind changes.
+Numbers of parameters are compared with transformers' own models in tests/test_decoder_kinds.py.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stepplan.decoder import Latent
+
+Fields = Mapping[str, Any]
+Kind = Callable[[Fields, Fields], dict[str, Any]]
+
+NAMES: dict[str, dict[str, str]] = {
+    "opt": {"intermediate_size": "ffn_dim"},
+    "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    | {"max_position_embeddings": "max_seq_len"},
+}
+"""`model_type` -> fields that it calls otherwise."""
+TIED = ("opt", "falcon", "mpt")
+"""Values of `model_type` whose head is the embedding where a configuration does not say it."""
+NEOX = (
+    ("qkv_proj", "query_key_value"),
+    ("o_proj", "dense"),
+    ("up_proj", "dense_h_to_4h"),
+    ("down_proj", "dense_4h_to_h"),
+)
+
+
+def _count_biases(values: Fields) -> int:
+    """Count the biases of all matrices of a layer without a gate."""
+    keys, width = values["num_key_heads"] * values["head_dim"], values["hidden_size"]
+    count: int = values["num_heads"] * values["head_dim"] + 2 * keys + width + values["intermediate_size"] + width
+    return count
+
+
+def _plain(config: Fields, values: Fields, **more: Any) -> dict[str, Any]:
+    """Describe a layer of LayerNorm with biases, and a feed-forward layer without a gate, its matrices with biases."""
+    width, norms = values["hidden_size"], more.get("num_pre_norms", 2)
+    activation = config.get("hidden_act", config.get("activation_function", config.get("activation", "gelu")))
+    changes = {"activation": str(activation), "has_layer_norm": True, "qkv_bias": False}
+    return changes | {"extra_layer": _count_biases(values) + norms * width, "extra_outside": width} | more
+
+
+def gpt_neox(config: Fields, values: Fields) -> dict[str, Any]:
+    """GPT-NeoX, Pythia: one matrix of queries, keys and values."""
+    return _plain(config, values, is_fused=True, names=NEOX)
+
+
+def phi(config: Fields, values: Fields) -> dict[str, Any]:
+    """Phi-1 to 2: attention and feed-forward layer side by side behind one normalisation; a head with a bias."""
+    names = (("o_proj", "dense"), ("up_proj", "fc1"), ("down_proj", "fc2"))
+    outside = values["hidden_size"] + values["vocab_size"]
+    return _plain(config, values, num_pre_norms=1, names=names, extra_outside=outside)
+
+
+def opt(config: Fields, values: Fields) -> dict[str, Any]:
+    """OPT: learned positions, two of them for padding."""
+    names = (("o_proj", "out_proj"), ("up_proj", "fc1"), ("down_proj", "fc2"))
+    positions = (config["max_position_embeddings"] + 2) * values["hidden_size"]
+    return _plain(config, values, names=names, extra_outside=positions + values["hidden_size"])
+
+
+def falcon(config: Fields, values: Fields) -> dict[str, Any]:
+    """Falcon: one head of keys, or groups of them; attention and feed-forward layer side by side; biases of norms only."""
+    is_new = bool(config.get("new_decoder_architecture"))
+    keys = config.get("num_kv_heads") or values["num_heads"] if is_new or not config.get("multi_query", True) else 1
+    norms = 2 if (is_new and config.get("num_ln_in_parallel_attn") != 1) or not config.get("parallel_attn", True) else 1
+    values = {
+        **values,
+        "num_key_heads": keys,
+        "intermediate_size": config.get("ffn_hidden_size") or 4 * values["hidden_size"],
+    }
+    biases = _count_biases(values) if config.get("bias") else 0
+    changes = _plain(config, values, is_fused=True, names=NEOX, num_pre_norms=norms)
+    changes |= {"extra_layer": biases + norms * values["hidden_size"], "is_eager": True, "copies_scores": True}
+    return changes | {name: values[name] for name in ("num_key_heads", "intermediate_size")}
+
+
+def mpt(config: Fields, values: Fields) -> dict[str, Any]:
+    """MPT: no bias anywhere; attention with a bias of distances, which transformers computes from stored scores."""
+    names = (("qkv_proj", "Wqkv"), ("o_proj", "out_proj"))
+    changes = {
+        "activation": "gelu",
+        "has_layer_norm": True,
+        "is_fused": True,
+        "names": names,
+        "is_eager": True,
+        "copies_scores": True,
+    }
+    return changes | {"intermediate_size": config.get("expansion_ratio", 4) * values["hidden_size"]}
+
+
+def gemma2(config: Fields, values: Fields) -> dict[str, Any]:
+    """Gemma 2: normalisations on both sides, soft caps, a window in every second layer."""
+    return {"num_post_norms": 2, "soft_caps": True} | _window(config, values, every=2)
+
+
+def gemma3(config: Fields, values: Fields) -> dict[str, Any]:
+    """Gemma 3: normalisations on both sides and of queries and keys, a window in five of six layers."""
+    return {"num_post_norms": 2, "qk_norm": "head"} | _window(config, values, every=6)
+
+
+def olmo2(config: Fields, values: Fields) -> dict[str, Any]:
+    """OLMo 2: normalisations behind attention and feed-forward layer."""
+    return {"qk_norm": "width", "num_post_norms": 2, "num_pre_norms": 0}
+
+
+def olmo3(config: Fields, values: Fields) -> dict[str, Any]:
+    """OLMo 3: as OLMo 2, with a window in three of four layers."""
+    return olmo2(config, values) | _window(config, values, every=4)
+
+
+def _window(config: Fields, values: Fields, every: int) -> dict[str, Any]:
+    """Describe a window in all layers but each `every`th, or in those that the configuration lists."""
+    kinds, layers = config.get("layer_types"), values["num_layers"]
+    is_listed = isinstance(kinds, list) and len(kinds) == layers
+    num_global = kinds.count("full_attention") if is_listed and kinds else layers // every
+    return {"window": config.get("sliding_window"), "num_global": num_global}
+
+
+def mixtral(config: Fields, values: Fields) -> dict[str, Any]:
+    """Mixtral: experts of the dense width."""
+    return _experts(config, config["intermediate_size"])
+
+
+def qwen3_moe(config: Fields, values: Fields) -> dict[str, Any]:
+    """Qwen3 with experts in every layer."""
+    return {"qk_norm": "head"} | _experts(config, config["moe_intermediate_size"])
+
+
+def _experts(config: Fields, size: int) -> dict[str, Any]:
+    count = config["num_experts"]
+    return {"num_experts": count, "expert_size": size, "experts_per_token": min(config["num_experts_per_tok"], count)}
+
+
+def _shared(config: Fields, values: Fields) -> dict[str, Any]:
+    """Describe experts behind dense layers, beside some that every token visits."""
+    size, layers = config["moe_intermediate_size"], values["num_layers"]
+    shared = {"shared_size": size * (config.get("n_shared_experts") or 0)}
+    return _experts(config, size) | shared | {"num_dense": min(layers, config.get("first_k_dense_replace", 0))}
+
+
+def deepseek(config: Fields, values: Fields) -> dict[str, Any]:
+    """DeepSeek-V2 and V3, Kimi K2: latent attention."""
+    rotated, value_dim = config["qk_rope_head_dim"], config["v_head_dim"]
+    latent = Latent(config.get("q_lora_rank") or 0, config["kv_lora_rank"], rotated, value_dim)
+    heads = {"head_dim": config["qk_nope_head_dim"] + rotated, "num_key_heads": values["num_heads"]}
+    return _shared(config, values) | heads | {"latent": latent}
+
+
+def glm4_moe(config: Fields, values: Fields) -> dict[str, Any]:
+    """GLM-4.5: biases of queries, keys and values."""
+    return _shared(config, values) | {"qk_norm": "head" if config.get("use_qk_norm") else "none"}
+
+
+def gpt_oss(config: Fields, values: Fields) -> dict[str, Any]:
+    """gpt-oss: biases everywhere, a sink per head, a window in every second layer, attention from stored scores."""
+    count, size, width = config["num_experts"], config["intermediate_size"], values["hidden_size"]
+    keys, queries = values["num_key_heads"] * values["head_dim"], values["num_heads"] * values["head_dim"]
+    biases = (queries + 2 * keys + width) * bool(config.get("attention_bias", True)) + values["num_heads"]
+    changes = {
+        "qkv_bias": False,
+        "extra_layer": biases,
+        "extra_mixture": count * (2 * size + width + 1),
+        "is_eager": True,
+    }
+    # Both halves before and after their limits, the sigmoid, and the gated one
+    changes |= {"all_linear": "linears", "expert_tensors": 6, "copies_scores": True}
+    return changes | _experts(config, size) | _window(config, values, every=2)
+
+
+def llama4(config: Fields, values: Fields) -> dict[str, Any]:
+    """Llama 4: experts beside a shared one in each layer, or in every second; attention in chunks in three of four layers."""
+    layers, step = values["num_layers"], config.get("interleave_moe_layer_step") or 1
+    mixtures = config.get("moe_layers") or range(step - 1, layers, step)
+    size = config["intermediate_size"]
+    changes = {
+        "intermediate_size": config["intermediate_size_mlp"],
+        "shared_size": size,
+        "num_dense": layers - len(mixtures),
+    }
+    # A query of a chunk sees half of it and more: as many keys as one of a window of half the chunk
+    window = {"window": (config.get("attention_chunk_size") or 0) // 2 or None, "num_global": layers // 4}
+    return changes | _experts(config, size) | window | {"all_linear": "router"}
+
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("llama", "mistral", "gemma", "granite", "smollm3", "helium"), lambda config, values: {}),
+    "qwen2": lambda config, values: {"qkv_bias": True},
+    "qwen3": lambda config, values: {"qk_norm": "head"},
+    "phi3": lambda config, values: {"is_fused": True},
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
+    "llama4_text": llama4,
+    "gpt_neox": gpt_neox,
+    "phi": phi,
+    "opt": opt,
+    "falcon": falcon,
+    "mpt": mpt,
+}
+"""`model_type` -> what it changes."""
+ALIASES = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "kimi_k2": "deepseek_v3",
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), "qwen3"),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), "qwen3_moe"),
+}
+"""Other values of `model_type` -> the one whose texts are computed so."""

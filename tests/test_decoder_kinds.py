@@ -1,0 +1,156 @@
+"""Parameters and modules of each kind of decoder beside transformers' own model of the same configuration, on no device."""
+
+import json
+import warnings
+
+import peft
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    GPT2Config,
+)
+
+from stepplan.base_models import MODEL_TYPES, find_kind, is_decoder, shape_from_config
+from stepplan.cli.model import is_causal
+from stepplan.configs import model_from_config
+from stepplan.decoder import Tuning, Weights
+from stepplan.decoder_kinds import ALIASES
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+}
+SMALL |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {"num_key_value_heads": 2}
+EXPERTS = GROUPED | {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 8}
+LATENT |= EXPERTS | {"num_key_value_heads": 4, "n_shared_experts": 2, "first_k_dense_replace": 1}
+LLAMA4 = GROUPED | {"intermediate_size_mlp": 160, "num_local_experts": 8, "num_experts_per_tok": 1, "head_dim": 16}
+CASES = {
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED | {"head_dim": 32},
+    "qwen3_moe": EXPERTS | {"num_experts": 8},
+    "mixtral": GROUPED | {"num_local_experts": 8},
+    "phi3": GROUPED,
+    "gemma2": GROUPED | {"head_dim": 32},
+    "gemma3_text": GROUPED | {"head_dim": 32},
+    "olmo2": GROUPED,
+    "olmo3": GROUPED,
+    "deepseek_v2": LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": LATENT | {"q_lora_rank": 24, "n_group": 1, "topk_group": 1},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 8, "first_k_dense_replace": 1, "attention_bias": True, "head_dim": 32},
+    "gpt_oss": GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
+    "llama4_text": LLAMA4 | {"interleave_moe_layer_step": 2, "moe_layers": None},
+    "gpt_neox": {},
+    "phi": GROUPED,
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 32, "pad_token_id": 1},
+    "falcon": {"multi_query": True},
+    "falcon of groups": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon in series": {
+        "model_type": "falcon",
+        "parallel_attn": False,
+        "multi_query": False,
+        "bias": True,
+        "alibi": True,
+    },
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_those_of_transformers(case):
+    own_names = {"vocab_size": SMALL["vocab_size"]} if case == "mpt" else SMALL
+    config = AutoConfig.for_model(**{"model_type": case} | own_names | CASES[case])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_from_config(json.loads(config.to_json_string(use_diff=False)), case)
+    assert shape.num_parameters == model.num_parameters()
+    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    named = {name.rpartition(".")[2] for name in shape.module_names}
+    assert linears - {"lm_head", "gate", "router"} == named - {"lm_head", "embed_tokens"}
+
+
+def test_every_kind_is_compared_or_known_elsewhere():
+    compared = {CASES[case].get("model_type", case) for case in CASES}
+    assert set(MODEL_TYPES) - compared == {"mistral", "gemma", "granite", "smollm3", "helium"}  # tests/test_configs.py
+    assert set(ALIASES.values()) <= compared
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3"), ("qwen3_vl_moe", "qwen3_moe"), ("llama4", "llama4_text")],
+)
+def test_the_text_of_a_model_of_images_is_planned(model_type, kind):
+    config = {"model_type": model_type, "architectures": ["XForConditionalGeneration"]}
+    config |= {"text_config": {"model_type": f"{model_type}_text", "hidden_size": 64}}
+    assert find_kind(config) == kind
+    assert is_decoder(config)
+
+
+def test_kimi_k2_is_a_deepseek_v3():
+    fields = {"model_type": "kimi_k2"} | SMALL | LATENT | {"q_lora_rank": 24}
+    other = shape_from_config(fields | {"model_type": "deepseek_v3"}, "v3")
+    assert shape_from_config(fields, "k2") == other
+
+
+@pytest.mark.parametrize("model_type", ["vit", "modernbert"])
+def test_encoders_without_a_recipe_are_those_of_transformers(model_type):
+    own = (
+        {"image_size": 64, "patch_size": 16}
+        if model_type == "vit"
+        else {"vocab_size": 128, "cls_token_id": 1, "sep_token_id": 2}
+    )
+    fields = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(model_type, **fields | own)
+    kind = AutoModelForImageClassification if model_type == "vit" else AutoModelForMaskedLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    values = json.loads(config.to_json_string(use_diff=False))
+    assert values.get("architectures") is None
+    assert (
+        model_from_config(values, None if model_type == "vit" else 32, name="it").num_parameters
+        == model.num_parameters()
+    )
+
+
+def test_a_gpt2_is_known_without_its_class():
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+    }
+    assert (
+        model_from_config(config, 1024, name="it", load_defaults=lambda kind: GPT2Config().to_dict()).num_parameters
+        == 124439808
+    )
+    assert is_causal(config)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4_text", "gpt_neox", "phi"])
+def test_adapters_are_those_of_peft(case):
+    """Beside adapted tables of experts peft adapts no dense layer; tables that it does not know it leaves alone."""
+    config = AutoConfig.for_model(**{"model_type": case} | SMALL | CASES[case])
+    shape = shape_from_config(json.loads(config.to_json_string(use_diff=False)), case)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"))
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    assert Weights(shape=shape, method=Tuning(rank=8)).num_adapter == trained
