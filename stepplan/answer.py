@@ -70,9 +70,9 @@ def describe_placement(
         terms: price, start, interruptions.
     """
     time, hardware, workload = placement.time, placement.hardware, placement.workload
-    batch, seconds, watts = workload.global_batch_size, placement.seconds_to_end, hardware.device.watts
+    batch, watts, costs = workload.global_batch_size, hardware.device.watts, describe_costs(placement, terms)
+    seconds = costs["seconds_to_end"]
     device_hours = None if seconds is None else seconds / 3600 * hardware.num_processes
-    costs = describe_costs(placement, terms)
     return {
         "hardware": str(hardware),
         "device": hardware.device.description,
@@ -85,7 +85,6 @@ def describe_placement(
         "seconds_to_end_range": _spread(seconds),
         **costs,
         "cost_range": _spread(costs["cost"]),
-        "host_memory": 4 * workload.model.num_parameters * hardware.num_devices,
         "strategy": placement.strategy,
         "reason": placement.reason,
         "num_shards": placement.num_shards,
@@ -99,7 +98,6 @@ def describe_placement(
         if workload.model.unit == "token"
         else None,
         "share_of_peak": time.share_of_peak,
-        "seconds_to_end": seconds,
         "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
         "command": command,
         "micro_batches": _describe_micro_batches(placement),

@@ -61,6 +61,7 @@ class Workload:
         download_bytes: bytes of the weights that training starts from; 0: random ones.
         orthogonalized: rows and columns of the matrices that Muon updates.
         communication: the recipe's; None: the exact step.
+        reads_shards: whether processes that divide the weights read their own rows only of the files to start from.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Workload:
     download_bytes: int = 0
     orthogonalized: tuple[tuple[int, int], ...] = ()
     communication: Algorithm | None = None
+    reads_shards: bool = False
 
     @property
     def num_samples(self) -> int | None:

@@ -371,10 +371,11 @@ def test_the_time_is_shown_by_what_takes_it(capsys):
     parts = [name for name in time if name not in ("total", "communication", "at_peak")]
     assert time["total"] == pytest.approx(sum(time[name] for name in parts))
     assert answer["samples_per_second"] == pytest.approx(512 / time["total"])
-    assert answer["seconds_to_end"] == pytest.approx(load("gpt2_xl_8xa100").max_train_steps * time["total"])
+    seconds = load("gpt2_xl_8xa100").max_train_steps * time["total"] + answer["saving_seconds"]
+    assert answer["seconds_to_end"] == pytest.approx(seconds)
     out = run(capsys, "plan gpt2_xl_8xa100 --on 8xa100-80")[1]
     assert f"{time['total']:.3g} s per step" in out
-    hours = 64_000 * time["total"] / 3600
+    hours = answer["seconds_to_end"] / 3600
     assert f"{hours:.0f} hours ({0.69 * hours:.0f} to {1.31 * hours:.0f}) for 64,000 steps" in in_one_line(out)
     assert f"{hours * 8 * 400 / 1000:.0f} kWh" in out
 

@@ -27,6 +27,7 @@ from samestep._internals import torch_distributed
 from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LOST_PROCESS, LostProcessError, RunError, is_lost_connection, will_be_restarted
+from samestep.recipe.run_settings import choose_interval
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.checkpoint import Saver
 from samestep.training.launch import waits_in_forward
@@ -64,6 +65,7 @@ class Recovery:
         self.capacity = recall(accelerator, log.recipe, self.settings)
         self.should_stop = False  # whether any process was asked to stop; the same on all of them
         self.should_save = False  # whether --checkpointing_minutes have passed on process 0; the same on all of them
+        self.save_seconds = 0.0  # of the last checkpoint, for which training waited
         self.restart_save_clock()
         self.cpu_group = None
         if accelerator.num_processes > 1:
@@ -96,8 +98,8 @@ class Recovery:
 
         Called by all processes; it waits for the host only.
         """
-        minutes = self.settings.checkpointing_minutes if self.accelerator.is_main_process else None
-        is_due = minutes is not None and time.perf_counter() - self.save_clock >= 60 * minutes
+        interval = choose_interval(self.settings.checkpointing_minutes, self.save_seconds)
+        is_due = self.accelerator.is_main_process and time.perf_counter() - self.save_clock >= interval
         flags = has_failed, bool(self.stop), is_due, exponent
         if self.cpu_group is not None:
             all_flags = torch.tensor(flags, dtype=torch.int32)
@@ -110,7 +112,9 @@ class Recovery:
     def save(self, step: int, *, is_routine: bool = False) -> None:
         """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
         self.log.write()
+        start = time.perf_counter()
         self.saver.save(step, self.log.not_finite.num_skipped, self.log.run_id, is_routine=is_routine)
+        self.save_seconds = time.perf_counter() - start
         self.log.progress.restart_clock()
 
     def end_session(self) -> None:

@@ -37,7 +37,7 @@ from stepplan.workload import Workload, format_flags, from_recipe
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
 
-NEED_HARDWARE = "write_config html price_per_hour network sort start interruptions_per_day disk".split()
+NEED_HARDWARE = "write_config html price_per_hour network sort start interruptions_per_day disk host_memory".split()
 """Flags that say nothing without --on."""
 
 MAX_HARDWARE = 64
