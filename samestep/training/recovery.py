@@ -65,7 +65,6 @@ class Recovery:
         self.capacity = recall(accelerator, log.recipe, self.settings)
         self.should_stop = False  # whether any process was asked to stop; the same on all of them
         self.should_save = False  # whether --checkpointing_minutes have passed on process 0; the same on all of them
-        self.save_seconds = 0.0  # of the last checkpoint, for which training waited
         self.restart_save_clock()
         self.cpu_group = None
         if accelerator.num_processes > 1:
@@ -88,9 +87,9 @@ class Recovery:
                 self._cut_smaller(data.step)
                 data = self.steps[data.step]
 
-    def restart_save_clock(self) -> None:
-        """Count --checkpointing_minutes from now."""
-        self.save_clock = time.perf_counter()
+    def restart_save_clock(self, saving: float = 0.0) -> None:
+        """Count the time to the next checkpoint from now; `saving`: seconds for which training waited for the last one."""
+        self.next_save = time.perf_counter() + choose_interval(self.settings.checkpointing_minutes, saving)
 
     def agree(self, has_failed: bool, exponent: int = 0) -> bool:
         """Agree on whether any process has failed, whether any was asked to stop (`should_stop`), whether the clock of process
@@ -98,8 +97,7 @@ class Recovery:
 
         Called by all processes; it waits for the host only.
         """
-        interval = choose_interval(self.settings.checkpointing_minutes, self.save_seconds)
-        is_due = self.accelerator.is_main_process and time.perf_counter() - self.save_clock >= interval
+        is_due = self.accelerator.is_main_process and time.perf_counter() >= self.next_save
         flags = has_failed, bool(self.stop), is_due, exponent
         if self.cpu_group is not None:
             all_flags = torch.tensor(flags, dtype=torch.int32)
@@ -109,13 +107,13 @@ class Recovery:
         self.exponent = flags[3]
         return any_failed
 
-    def save(self, step: int, *, is_routine: bool = False) -> None:
-        """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
-        self.log.write()
+    def save(self, step: int, *, is_routine: bool = False) -> float:
+        """Write a checkpoint of the run as it is after `step`, return its seconds; a routine one gives way to newer ones."""
         start = time.perf_counter()
+        self.log.write()
         self.saver.save(step, self.log.not_finite.num_skipped, self.log.run_id, is_routine=is_routine)
-        self.save_seconds = time.perf_counter() - start
         self.log.progress.restart_clock()
+        return time.perf_counter() - start
 
     def end_session(self) -> None:
         """Wait for the last checkpoint, and let go of the output folder. Called when lines are written, as far as they could.
