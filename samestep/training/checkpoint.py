@@ -220,14 +220,18 @@ def find_frozen(model: nn.Module) -> set[str]:
     return {name for name, parameter in named_parameters if not parameter.requires_grad}
 
 
-def fingerprint_frozen(model: nn.Module) -> dict[str, str]:
+def fingerprint_frozen(model: nn.Module, read: Callable[[str], torch.Tensor] | None = None) -> dict[str, str]:
     """Hash what `find_frozen` names: {FROZEN: 16 hexadecimal digits}, or {} where nothing is left out.
 
     Args:
         model: not sharded.
+        read: reads the numbers of a parameter that the model is without.
     """
     state, names = model.state_dict(), sorted(find_frozen(model))
-    lines = [f"{name} {digest_tensor(state[name])}" for name in names]
+    lines = []
+    for name in names:
+        tensor = state[name] if read is None else read(name).to(state[name].dtype)
+        lines.append(f"{name} {digest_tensor(tensor)}")
     return {FROZEN: xxhash.xxh3_64_hexdigest("\n".join(lines).encode())} if names else {}
 
 
