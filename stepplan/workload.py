@@ -224,6 +224,9 @@ def from_recipe(
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
         communication=recipe.communication,
+        reads_shards=getattr(recipe, "reads_shards", False)
+        and isinstance(model, Decoder)
+        and not model.shape.num_mixtures,
     )
 
 

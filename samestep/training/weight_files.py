@@ -1,8 +1,8 @@
-"""The files of weights that a training starts from, read by shards: each process reads its own rows, and no host has all of them.
+"""The files of weights that a training starts from, read by shards: a process reads its own rows, and no host has all of them.
 
-A model is made without weights (on the device `meta`), divided by FSDP2, and filled by torch's checkpoints from safetensors. The
-numbers are those of a model that was loaded whole. What the files do not hold one by one is loaded whole as before: tables of
-experts that are joined from several tensors, heads that begin with random weights, bases in 4 bits.
+A model is made without weights (on the device `meta`), divided by FSDP2, and filled by torch's checkpoints from safetensors.
+The numbers are those of a model that was loaded whole. What the files do not hold one by one is loaded whole as before: tables
+of experts that are joined from several tensors, heads that begin with random weights, bases in 4 bits.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def keep_tied(model: nn.Module) -> Iterator[None]:
 
 
 def match(folder: Path, model: nn.Module) -> WeightFiles | None:
-    """Find each parameter of a model without weights in the files of a folder; None: not all are there as the model has them."""
+    """Find each parameter of a model without weights in the files of a folder; None: not all are there as it has them."""
     try:
         there = {key: (file, *header) for file, key, header in _read_headers(folder)}
     except (OSError, SafetensorError, ValueError):
@@ -162,4 +162,3 @@ def _list_keys(name: str) -> Iterator[str]:
     name = name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
     yield name
     yield name.partition(".")[2]  # GPT-2's have no `transformer.`
-
