@@ -336,7 +336,7 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "margins",
         f"{need:.1f} GB of {capacity:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and "
-        f"{RESERVED / 1e9:g} GB left alone",
+        f"{RESERVED / 1e9:g} GB left alone; nvidia-smi shows what the allocator holds, up to a third more than is in use",
     )
     yield "host RAM", f"at least {_size(answer['host_memory'])} on a machine: {answer['host_memory_why']}"
     yield from _list_time(answer)

@@ -473,7 +473,6 @@ def test_published_peaks():
 
 def test_gradients_that_are_summed_whole_are_not_divided():
     """FSDP without reductions between micro-batches: every process holds them all, but of a step in one piece none does."""
-    peers = load_benchmark("peer_decoder")
     shape = base_models.shape_from_config(base_models.find_base_model("gemma-2b"), "it")
     sizes = {}
     for name, k in itertools.product((False, True), (1, 4)):
