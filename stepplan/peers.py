@@ -1,4 +1,4 @@
-"""How other programs compute a decoder in training, as far as its memory depends on it.
+"""The ways in which other programs train a decoder, as far as its memory depends on them.
 
 `stepplan.decoder` describes the programs of this repository; here is what torchtune, litgpt, torchtitan and peft do otherwise:
 weights in 16 bits throughout or FSDP's own casts, attention in place, heads whole, gradients that are freed after each step.
@@ -14,14 +14,13 @@ from stepplan.memory import Memory, count_trained, planned_memory
 from stepplan.timing import Software
 from stepplan.transformer import Peak
 
-
 PHASES = ("forward", "backward", "optimizer_step")
 """Sums of a plan."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerTuning(Tuning):
-    """What another program trains, and in which bytes it keeps weights.
+    """Says what another program trains, and in which bytes it keeps weights.
 
     Attributes:
         weight_bytes: bytes of a weight that is kept whole: 4, or 2.
@@ -56,8 +55,8 @@ class PeerDecoder(Decoder):
         offloads_inputs: whether the inputs of recomputed layers wait in host memory.
         shards_outside: whether embedding and head are sharded units of their own, so that neither is whole during the layers.
         drops_inputs: whether each adapter has a dropout of its own, whose result and mask (a byte) are kept.
-        quantized_input_bytes: bytes per number of the input of each matrix in 4 bits that are kept for the backward, although the
-            matrix is frozen; each matrix keeps a copy of its own. 0: none.
+        quantized_input_bytes: bytes per number of the input of each matrix in 4 bits that are kept for the backward, although
+            the matrix is frozen; each matrix keeps a copy of its own. 0: none.
         keeps_whole: whether the whole model that was loaded stays on each device, when it has been divided.
     """
 
@@ -302,5 +301,5 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "torchtune": {"kernels": "compiled", "keeps_gradients": False},
     "torchtitan": {"kernels": "compiled", "has_chunked_head": False, "logit_bytes": 10, "recomputed": "selective"},
 }
-"""Program -> fields of `PeerDecoder`: transformers' Trainer with its model's own loss, TRL's on top of it, litgpt, torchtune with its
-chunked loss, torchtitan compiled. benchmarks/language_models.yaml has what they are read from, and rows of them."""
+"""Program -> fields of `PeerDecoder`: transformers' Trainer with its model's own loss, TRL's on top of it, litgpt, torchtune
+with its chunked loss, torchtitan compiled. benchmarks/language_models.yaml has what they are read from, and rows of them."""

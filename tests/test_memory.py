@@ -23,7 +23,7 @@ from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from samestep.step import losses
-from stepplan import base_models, transformer
+from stepplan import base_models, peers, transformer
 from stepplan.memory import Memory, model_from_recipe, planned_memory
 from stepplan.trace import trace_recipe
 from stepplan.transformer import Transformer

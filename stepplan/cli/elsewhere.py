@@ -10,7 +10,6 @@ from stepplan.peers import PROGRAMS, Elsewhere
 from stepplan.transformer import Transformer
 from stepplan.workload import Workload
 
-
 WEIGHT_BITS = Check("must be 16 or 32", (16, 32).__contains__)
 MOMENT_BITS = Check("must be 8, 16 or 32", (8, 16, 32).__contains__)
 
