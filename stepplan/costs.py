@@ -155,7 +155,8 @@ def count_host_bytes(placement: Placement, checkpoint_bytes: int) -> tuple[float
     """Count the bytes of memory that the fullest machine needs on its host, and say for what.
 
     Weights that are read by shards are not whole on any host: a process reads its rows. A checkpoint is copied to the host, by
-    process 0, or by the processes that each hold a part. At the end process 0 has the whole model, to save it.
+    process 0, or by the processes that each hold a part. To go on from one each process reads it, of divided weights process 0,
+    which at the end has the whole model, to save it.
     """
     workload, hardware = placement.workload, placement.hardware
     whole = 4 * workload.model.num_parameters
@@ -164,8 +165,14 @@ def count_host_bytes(placement: Placement, checkpoint_bytes: int) -> tuple[float
     if not (placement.sharded and workload.reads_shards):
         start = hardware.num_devices * whole, "whole weights for each of its processes, at the start"
     saved = checkpoint_bytes * min(hardware.num_devices, owners) / owners
-    end = 4 * count_trained(workload.model)
-    return max(start, (saved, "the copy of a checkpoint, as it is saved"), (end, "the whole model, at the end"))
+    again = checkpoint_bytes * (1 if placement.sharded else hardware.num_devices)
+    who = "process 0" if placement.sharded or hardware.num_devices == 1 else "each of its processes"
+    return max(
+        start,
+        (saved, "the copy of a checkpoint, as it is saved"),
+        (again, f"a whole checkpoint, which {who} reads where a run goes on"),
+        (4 * count_trained(workload.model), "the whole model, at the end"),
+    )
 
 
 def _count_data_bytes(placement: Placement, num_samples: float | None) -> float | None:
