@@ -58,6 +58,8 @@ class PeerDecoder(Decoder):
         quantized_input_bytes: bytes per number of the input of each matrix in 4 bits that are kept for the backward, although
             the matrix is frozen; each matrix keeps a copy of its own. 0: none.
         keeps_whole: whether the whole model that was loaded stays on each device, when it has been divided.
+        copies_in_update: whether the optimizer makes a number for each trained one while it updates them all at once (foreach).
+        quantizes_experts: whether experts are linear layers, kept in 4 bits where matrices are, not tables.
     """
 
     kernels: str = "eager"
@@ -72,6 +74,8 @@ class PeerDecoder(Decoder):
     drops_inputs: bool = False
     quantized_input_bytes: int = 0
     keeps_whole: bool = False
+    copies_in_update: bool = False
+    quantizes_experts: bool = False
 
     number_bytes = 2
     stores_scores = False  # their attention stores no matrices of [T, T], or the source says otherwise
@@ -121,6 +125,12 @@ class PeerDecoder(Decoder):
         return 6 * shape.hidden_size + 4 * max(f, 2 * shape.experts_per_token * shape.expert_size)
 
     # ------------------------------------------------------------------------------------------------------- memory
+
+    def layer_weight_bytes(self, is_mixture: bool) -> float:
+        total, method = super().layer_weight_bytes(is_mixture), self.method
+        if is_mixture and method.is_quantized and self.quantizes_experts:
+            total -= self.shape.expert_parameters * (method.weight_bytes - method.quantized_bytes)
+        return total
 
     def rows(self, num_samples: int) -> int:
         return num_samples * self.length
@@ -203,8 +213,18 @@ def adjust_gradients(memory: Memory, model: PeerDecoder, layout: Layout, gradien
         memory = dataclasses.replace(memory, **sums)
     if model.sums_whole_gradients and layout.gradient_accumulation_steps > 1:
         return replace_gradients(memory, gradient_bytes * count_trained(model))
-    if model.keeps_gradients:
-        return memory
+    copy = memory.gradients * model.copies_in_update
+    update = memory.optimizer_step + copy
+    found = memory if model.keeps_gradients else _begin_with_backward(memory, model, layout, gradient_bytes)
+    if not model.copies_in_update or update <= found.total:
+        return found
+    states = {"parameters": memory.parameters, "gradients": memory.gradients, "moments": memory.moments}
+    sums = {"forward": found.forward, "backward": found.backward, "optimizer_step": update}
+    return Memory(**states, autocast_cache=0, gathered=0, activations=copy, head=0, **sums)
+
+
+def _begin_with_backward(memory: Memory, model: PeerDecoder, layout: Layout, gradient_bytes: float) -> Memory:
+    """Adjust planned memory to gradients that exist from the backward to the update only; arguments as above."""
     # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
     last = model.last_peak(min(layout.per_device_train_batch_size, layout.shares[0]), autocast=True)
     largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
@@ -288,9 +308,10 @@ class Elsewhere:
         return f"Planned as {self.program} computes it: no program of this repository does so, and there is no command."
 
 
+HUGGING_FACE = {"has_chunked_head": False, "logit_bytes": 14, "keeps_gradients": False, "copies_in_update": True}
 PROGRAMS: dict[str, dict[str, Any]] = {
-    "hf": {"has_chunked_head": False, "logit_bytes": 14},
-    "trl": {"has_chunked_head": False, "logit_bytes": 14},
+    "hf": HUGGING_FACE,
+    "trl": HUGGING_FACE,
     "litgpt": {
         "has_chunked_head": False,
         "logit_bytes": 14,

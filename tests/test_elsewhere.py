@@ -15,6 +15,7 @@ from stepplan.workload import from_recipe
 
 LLAMA = {"model_name_or_path": "meta-llama/Llama-2-7b", "train_file": ["chats.jsonl"], "max_seq_length": 512}
 LLAMA |= {"num_train_samples": None, "dataset_name": None, "dataset_config_name": None, "num_validation_samples": None}
+TITAN = {"program": "torchtitan", "weight_bytes": 2}
 QLORA = {"lora_rank": 16, "lora_alpha": 32.0, "base_quantization": "nf4"}
 
 
@@ -31,7 +32,7 @@ def need(workload, num_processes: int = 4, **options):
 
 
 def test_states_of_16_and_8_bits_are_that_much_smaller():
-    ours, half, eighth = make(), make(weight_bytes=2, moment_bytes=4), make(weight_bytes=2, moment_bytes=2)
+    ours, half, eighth = make(), make(**TITAN, moment_bytes=4), make(**TITAN, moment_bytes=2)
     n = ours.model.num_parameters
     assert [need(workload).optimizer_step for workload in (ours, half, eighth)] == [16 * n, 8 * n, 6 * n]
 
@@ -50,7 +51,7 @@ def test_offloaded_states_take_nothing_of_the_device():
 
 def test_selective_checkpointing_lies_between():
     kept, half, again = (
-        need(make(selective=selective), gradient_checkpointing=recomputed).activations
+        need(make(program="litgpt", selective=selective), gradient_checkpointing=recomputed).activations
         for selective, recomputed in ((False, False), (True, True), (False, True))
     )
     assert again < half < kept
