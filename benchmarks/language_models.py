@@ -3,8 +3,9 @@
     make bench NAME=language_models
 
 Every row of benchmarks/language_models.yaml, and of the speeds to which nothing is fitted also the GPTs of
-benchmarks/published.yaml. The memory has no constant that is fitted to a row; of the time, `make bench NAME=timing` fits them,
-but to no source that is held_out.
+benchmarks/published.yaml. Memory has no constant that is fitted to a row, but what some programs keep was found by their own
+rows (`SEEN`): the errors of all other sources are those of programs as their sources say. Constants of the time are fitted by
+`make bench NAME=timing`, but to no source that is held_out.
 """
 
 import dataclasses
@@ -16,17 +17,20 @@ from typing import Any
 
 import harness
 import yaml
-from peer_decoder import PeerDecoder, PeerTuning, adjust_gradients
 
 from samestep.cut.layout import solve_layout
 from stepplan import base_models, certainty, hardware, timing
 from stepplan.hardware import Hardware
 from stepplan.memory import Memory, planned_memory
+from stepplan.peers import PeerDecoder, PeerTuning, adjust_gradients
 from stepplan.placement import RESERVED
 from stepplan.timing import CALIBRATION, Calibration, Software, StepTime, Work
 
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
+SEEN = ("litgpt", "litgpt_tables", "fms_acceleration")
+"""Sources by whose peaks the model was chosen: copies of the inputs of matrices in 4 bits, whole weights that stay, and a copy
+in the update. At first sight the 20 peaks of the last one were planned 6.7 % wrong in the median, 14 of them within 15 %."""
 UNITS = {"GiB": 2**30, "GB": 1e9}
 
 
@@ -337,6 +341,11 @@ NO_TERMS = {"total", "at_peak", "communication", "share_of_peak"}
 """Values of a step's time that are no part of its total."""
 
 
+def leave_out_seen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """List the rows of memory of sources by which nothing was chosen."""
+    return [row for row in rows if row["source"] not in SEEN]
+
+
 def term_shares(rows: list[dict[str, Any]], name: str) -> list[list[str]]:
     """List each term's mean share of the total, and the mean error of rows in which it is at least a fifth."""
     lines = []
@@ -357,12 +366,13 @@ def sum_terms(terms: dict[str, float]) -> float:
 
 def describe(results: dict[str, Any]) -> str:
     """Say how far plans are from published trainings of language models, for docs/planner.md."""
-    num_peaks, peaks, _ = summarize(results["memory"])["all"]
+    num_peaks, peaks, _ = summarize(leave_out_seen(results["memory"]))["all"]
     unfitted = results["unfitted"]["all"]
     return (
         f"Of {unfitted['rows']} published speeds of language models to which nothing is fitted, the median error is "
         f"{unfitted['median']:.1%}, {unfitted['15%']:.0%} lie within\n15%, and {unfitted['in range']:.0%} in the range "
-        f"that the plan prints; of {num_peaks} published peaks of memory the median error is\n{peaks:.1%} "
+        f"that the plan prints; of {num_peaks} published peaks of memory that nothing was\nchosen by the median error is "
+        f"{peaks:.1%} "
         "([benchmarks/results/language_models.md](../benchmarks/results/language_models.md)).\n"
     )
 
@@ -430,6 +440,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     ooms = [row for row in memory if row["published"] is None]
     ran = [row for row in memory if row["published"] is not None]
+    unseen = leave_out_seen(ran)
     right = sum(row["is_refused"] for row in ooms), sum(not row["is_refused"] for row in ran)
     source_lines = [
         [name, source["about"].strip(), source["assumed"].strip(), source["url"]]
@@ -440,13 +451,16 @@ def markdown(results: dict[str, Any]) -> str:
         "Published language models",
         "language_models.py",
         results["about"],
-        f"**Memory**: {len(ran)} peaks, error of the plan {summarize(memory)['all'][1]:.1%} in the median, within 15 % in "
+        f"**Memory**: {len(unseen)} peaks of sources that nothing was chosen by, error "
+        f"{summarize(unseen)['all'][1]:.1%} in the median, within 15 % in {share_within(unseen, 0.15):.0%}. All {len(ran)} "
+        f"peaks, error of the plan {summarize(memory)['all'][1]:.1%} in the median, within 15 % in "
         f"{share_within(memory, 0.15):.0%}; {right[0]} of {len(ooms)} that ran out of memory are refused, {right[1]} of "
         f"{len(ran)} that ran are accepted.\n"
         f"**Time**: {results['unfitted']['all']['rows']} speeds to which nothing is fitted, GPTs of published.yaml among them: "
         f"{results['unfitted']['all']['median']:.1%} in the median, within 15 % in "
         f"{results['unfitted']['all']['15%']:.0%}.\n\n"
-        "Memory has no fitted constant. The constants of time are those of timing.md. "
+        f"Memory has no fitted constant; what some programs keep was found by their own rows ({' and '.join(SEEN)}). "
+        "The constants of time are those of timing.md. "
         "What the programs do follows from their sources or is assumed, by source:\n\n"
         + harness.table("source | printed | assumed | where", source_lines)
         + "\nMemory by source:\n\n"

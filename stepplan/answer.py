@@ -66,9 +66,10 @@ def describe_placement(
         terms: price, start, interruptions.
     """
     time, hardware, workload = placement.time, placement.hardware, placement.workload
-    batch, seconds, watts = workload.global_batch_size, placement.seconds_to_end, hardware.device.watts
+    batch, watts, costs = workload.global_batch_size, hardware.device.watts, describe_costs(placement, terms)
+    seconds = costs["seconds_to_end"]
     device_hours = None if seconds is None else seconds / 3600 * hardware.num_processes
-    costs, certainty = describe_costs(placement, terms), judge(placement)
+    certainty = judge(placement)
     return {
         "hardware": str(hardware),
         "device": hardware.device.description,
@@ -80,7 +81,6 @@ def describe_placement(
         "seconds_to_end_range": _spread(seconds, certainty.band),
         **costs,
         "cost_range": _spread(costs["cost"], certainty.band),
-        "host_memory": 4 * workload.model.num_parameters * hardware.num_devices,
         "strategy": placement.strategy,
         "reason": placement.reason,
         "num_shards": placement.num_shards,
@@ -95,7 +95,6 @@ def describe_placement(
         else None,
         "share_of_peak": time.share_of_peak,
         "network": f"{hardware.network_gb_per_s:g} GB/s" if hardware.num_nodes > 1 else None,
-        "seconds_to_end": seconds,
         "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
         "command": command,
         "micro_batches": _describe_micro_batches(placement),

@@ -10,7 +10,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.recipe.reading import format_name
-from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.run_settings import RunSettings, choose_interval
 from stepplan.convnet import ConvNet
 from stepplan.memory import count_trained
 from stepplan.placement import Placement
@@ -38,12 +38,14 @@ class Terms:
         start: when the training starts; None: not said.
         interruptions_per_day: interruptions of all machines in a day, as of spot instances; None: not said.
         disk_gb_per_s: rate at which checkpoints are written.
+        host_gb: memory of a machine's host, GB; None: as the device's file says, if it does.
     """
 
     price_per_hour: float | None = None
     start: datetime.datetime | None = None
     interruptions_per_day: float | None = None
     disk_gb_per_s: float = DISK
+    host_gb: float | None = None
 
 
 def read_start(text: str | None) -> datetime.datetime | None:
@@ -89,9 +91,10 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
     """Describe dollars, dates, bytes on disk, checkpoints and interruptions of a placement.
 
     Interruptions: each loses half an interval between checkpoints, and `RESTART_SECONDS`; checkpoints themselves take their
-    seconds out of every interval. With a rate of interruptions the interval is `best_interval`, else the programs' own.
+    seconds out of every interval, and count in all hours and dollars to the end. With a rate of interruptions the interval is
+    `best_interval`, else the programs' own.
     """
-    workload, seconds, price = placement.workload, placement.seconds_to_end, terms.price_per_hour
+    workload, trained, price = placement.workload, placement.seconds_to_end, terms.price_per_hour
     model, batch = workload.model, workload.global_batch_size
     dollars_per_second = None if price is None else price * placement.hardware.num_processes / 3600
 
@@ -104,19 +107,28 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
     billion = sample / model.length * 1e9 if model.unit == "token" else None
     checkpoint_bytes = round((4 + workload.moment_bytes) * count_trained(model))
     write = checkpoint_bytes / (terms.disk_gb_per_s * 1e9)
-    interval = 60 * RunSettings.checkpointing_minutes
+    interval = max(choose_interval(RunSettings.checkpointing_minutes, write), placement.time.total)
     rate = None if terms.interruptions_per_day is None else terms.interruptions_per_day / 86400
     if rate:
         interval = max(best_interval(write, 1 / rate), placement.time.total)
+    saving = None if trained is None else write * math.ceil(trained / interval)  # the last one is at the end
+    seconds = None if trained is None or saving is None else trained + saving
     lost = min(interval, interval if seconds is None else seconds) / 2 + RESTART_SECONDS
     stretched = None
-    if rate is not None and seconds is not None:
+    if rate is not None and trained is not None:
         useful = 1 - write / (interval + write) - rate * lost  # share of the time that goes forward
-        stretched = seconds / useful if useful > 0 else None  # nothing goes forward
+        stretched = trained / useful if useful > 0 else None  # nothing goes forward
     data = _count_data_bytes(placement, num_samples)
     end = find_end(terms.start, seconds) if terms.start is not None and seconds is not None else None
+    host, why = count_host_bytes(placement, checkpoint_bytes)
+    room = terms.host_gb or (placement.hardware.device.host_gb or 0) * placement.hardware.num_devices
     return {
         "price_per_hour": price,
+        "seconds_to_end": seconds,
+        "saving_seconds": saving,
+        "host_memory": host,
+        "host_memory_why": why,
+        "memory_of_host": room * 1e9 or None,
         "cost": cost(seconds),
         "seconds_per_epoch": epoch,
         "cost_per_epoch": cost(epoch),
@@ -137,6 +149,30 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
         "seconds_with_interruptions": stretched,
         "cost_with_interruptions": cost(stretched),
     }
+
+
+def count_host_bytes(placement: Placement, checkpoint_bytes: int) -> tuple[float, str]:
+    """Count the bytes of memory that the fullest machine needs on its host, and say for what.
+
+    Weights that are read by shards are not whole on any host: a process reads its rows. A checkpoint is copied to the host, by
+    process 0, or by the processes that each hold a part. To go on from one each process reads it, of divided weights process 0,
+    which at the end has the whole model, to save it.
+    """
+    workload, hardware = placement.workload, placement.hardware
+    whole = 4 * workload.model.num_parameters
+    owners = placement.num_shards or hardware.num_processes if placement.sharded else 1
+    start = hardware.num_devices * whole / owners, "the rows of its processes, as they are read"
+    if not (placement.sharded and workload.reads_shards):
+        start = hardware.num_devices * whole, "whole weights for each of its processes, at the start"
+    saved = checkpoint_bytes * min(hardware.num_devices, owners) / owners
+    again = checkpoint_bytes * (1 if placement.sharded else hardware.num_devices)
+    who = "process 0" if placement.sharded or hardware.num_devices == 1 else "each of its processes"
+    return max(
+        start,
+        (saved, "the copy of a checkpoint, as it is saved"),
+        (again, f"a whole checkpoint, which {who} reads where a run goes on"),
+        (4 * count_trained(workload.model), "the whole model, at the end"),
+    )
 
 
 def _count_data_bytes(placement: Placement, num_samples: float | None) -> float | None:

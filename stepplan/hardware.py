@@ -45,6 +45,9 @@ class Device:
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
     watts: float | None = setting("power limit, W; null: not known", QUANTITY)
+    host_gb: float | None = setting(
+        "memory of the host for each device, GB, as machines with it have; null: not known", QUANTITY, default=None
+    )
     distributed_type: str = setting(
         "Accelerate's word for a training on several of them", choice(*DISTRIBUTED_TYPES), default="MULTI_GPU"
     )

@@ -199,7 +199,7 @@ def planned_memory(
     num_shards: int | None = None,
     offloaded: bool = False,
     moment_bytes: float = MOMENTS["adamw"],
-    gradient_bytes: int = 4,
+    gradient_bytes: float = 4,
 ) -> Memory:
     """Plan the memory that one process needs for a model's step, cut by a layout.
 
@@ -266,7 +266,7 @@ def planned_memory(
     first, *later = peaks(num_samples, **options)
     if offloaded:
         trained = weights = 0
-    gradients, moments = gradient_bytes * trained, round(moment_bytes * trained)
+    gradients, moments = round(gradient_bytes * trained), round(moment_bytes * trained)
     backward = max(later, key=sum)
     # States are there all the time; which peak is the largest depends on the rest alone
     states = weights + gradients + moments

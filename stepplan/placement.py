@@ -15,6 +15,7 @@ from samestep.errors import UsageError
 from samestep.recipe.reading import is_installed, read_yaml, shipped_folder
 from samestep.recipe.rules import Refusal
 from stepplan.convnet import ConvNet
+from stepplan.decoder import Decoder
 from stepplan.hardware import Hardware
 from stepplan.memory import Memory, count_trained
 from stepplan.timing import (
@@ -286,8 +287,8 @@ def _explain_need(workload: Workload, hardware: Hardware, candidates: Sequence[W
 
     size = f"{find_need(1) / 1e9:.1f} GB for a single sample, of {capacity / 1e9:.1f} GB"
     if find_need(1) > capacity:
-        offloaded = _explain_offloading(workload, hardware, candidates[0].mixed_precision)
-        return TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least{offloaded}")
+        elsewhere = _explain_elsewhere(workload, hardware, candidates[0].mixed_precision)
+        return TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least{elsewhere}")
     share = shares(workload.global_batch_size, hardware.num_processes)[0]
     largest = _find_largest(lambda b: find_need(b) <= capacity, share)
     return UsageError(
@@ -416,18 +417,34 @@ def try_placement(make: Callable[[], Workload], hardware: Hardware, **options: A
 # What the planner can plan and no program here can run is said, never proposed
 
 
-def _explain_offloading(workload: Workload, hardware: Hardware, precision: str) -> str:
-    """Say what a sample would need with its states in the hosts' memory, where it would fit so; else nothing."""
+DIVIDED = {
+    "tensor parallel": ("autocast_cache", "gathered", "activations", "head"),
+    "context parallel": ("activations", "head"),
+    "pipeline parallel": ("gathered",),
+    "expert parallel": ("gathered",),
+}
+"""Way of other programs -> what of a plan with divided weights it divides between the devices of a node, too, about."""
+
+
+def _explain_elsewhere(workload: Workload, hardware: Hardware, precision: str) -> str:
+    """Say what a sample would need by ways of other programs, where it would fit so; else nothing."""
     if hardware.num_processes == 1 or workload.find_refusal(precision, True) or not workload.model.has_equal_layers:
         return ""
-    layout = _solve(hardware, workload.global_batch_size, 1)
-    needed = _add_margins(workload.memory(layout, **Way(precision, True, True)._asdict(), offloaded=True))
-    if needed > hardware.device.memory_bytes:
-        return ""
-    return (
-        f" (with weights, gradients and moments in the hosts' memory, CPU offload of FSDP2, {needed / 1e9:.1f} GB; the "
-        "programs here do not do that)"
+    layout, way = _solve(hardware, workload.global_batch_size, 1), Way(precision, True, True)._asdict()
+    needs = {"CPU offload of FSDP2": _add_margins(workload.memory(layout, **way, offloaded=True))}
+    memory, has_experts = (
+        workload.memory(layout, **way),
+        isinstance(workload.model, Decoder) and bool(workload.model.shape.num_mixtures),
     )
+    num_devices = hardware.num_devices if hardware.num_devices > 1 else hardware.num_processes
+    for name, items in DIVIDED.items():
+        if name != "expert parallel" or has_experts:
+            less = {item: getattr(memory, item) // num_devices for item in items}
+            needs[f"{name} over {num_devices} devices"] = _add_margins(dataclasses.replace(memory, **less))
+    fitting = [f"{name}, {need / 1e9:.1f} GB" for name, need in needs.items() if need <= hardware.device.memory_bytes]
+    if not fitting:
+        return ""
+    return f" (about what would fit, and no program here does: {'; '.join(fitting)})"
 
 
 def _explain(
@@ -465,6 +482,8 @@ def _predict_time(workload: Workload, hardware: Hardware, layout: Layout, way: W
     software = default_software(
         precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes, sharded=sharded
     )
+    if workload.elsewhere is not None:
+        software = workload.elsewhere.software(model, sharded=sharded)
     software = dataclasses.replace(software, orthogonalized=workload.orthogonalized)
     options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "sharded": sharded, "num_shards": num_shards}
     return step_time(count_work(model, precision), layout, hardware, precision, software, **options)

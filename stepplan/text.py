@@ -15,6 +15,8 @@ from stepplan.placement import BAND, RESERVED
 
 OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
+WORTH_SAYING = 0.02
+"""Share of the time that saving takes, from which on it is said."""
 SHORT = 3600
 """Seconds of a training of which neither the day it ends nor interruptions are said."""
 WIDTH = 100
@@ -40,6 +42,8 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
     yield from _wrap(f"{answer['title']} on {answer['hardware']}: {answer['device']}")
     needed, there = answer["memory_needed"], answer["memory_of_device"]
     fits = "It fits" if needed <= there else "It does not fit"
+    if _is_host_short(answer) and needed <= there:
+        fits = "It fits the devices, but NOT the hosts"
     names = {"gradient_checkpointing": "gradient checkpointing", "sharded": "sharded weights"}
     if answer["num_shards"] is not None:
         names["sharded"] = f"weights sharded over the {answer['num_shards']} devices of a node (HSDP)"
@@ -51,7 +55,8 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
     pieces = "in one forward" if k == 1 else f"in {k:,} micro-batches of at most {b:,}"
     yield from _wrap(
         f"{fits}: {needed / 1e9:.1f} of {there / 1e9:.1f} GB on a device, margins included{options}. {devices}, {sizes} "
-        f"samples of a step {each}{pieces}, in {answer['mixed_precision'].replace('no', 'float32')}."
+        f"samples of a step {each}{pieces}, in {answer['mixed_precision'].replace('no', 'float32')}. "
+        f"{_describe_host(answer)}"
     )
     yield from _wrap(_describe_duration(answer))
     spot = _describe_spot(answer)
@@ -71,6 +76,19 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
         yield from ("", "Before the start")
     for remark in remarks:
         yield from _wrap(f"  - {remark}", indent="    ")
+
+
+def _is_host_short(answer: dict[str, Any]) -> bool:
+    room = answer["memory_of_host"]
+    return room is not None and answer["host_memory"] > room
+
+
+def _describe_host(answer: dict[str, Any]) -> str:
+    """Say what memory and room on the disk a machine needs, and whether it is known to have too little of the first."""
+    room, disk = answer["memory_of_host"], answer["disk_bytes"] + answer["download_bytes"]
+    text = f"A machine needs {_size(answer['host_memory'])}"
+    text += f" of the {_size(room)}" if room else ""
+    return f"{text} of its host's memory ({answer['host_memory_why']}), and {_size(disk)} of disk."
 
 
 def _describe_duration(answer: dict[str, Any]) -> str:
@@ -136,10 +154,16 @@ def _describe_spot(answer: dict[str, Any]) -> str:
     lost = format_seconds(answer["interruption_seconds"]) + ("" if cost is None else f" (${_dollars(cost)})")
     rate, stretched = answer["interruptions_per_day"], answer["seconds_with_interruptions"]
     every = format_seconds(answer["checkpointing_seconds"])
+    saving, share = answer["checkpoint_seconds"], answer["checkpoint_seconds"] / answer["checkpointing_seconds"]
     text = (
         f"An interruption costs about {lost}: half of the {every} between checkpoints and {RESTART_SECONDS / 60:.0f} minutes "
-        f"to start again (assumed); a checkpoint takes {format_seconds(answer['checkpoint_seconds'])}"
+        f"to start again (assumed); a checkpoint takes {format_seconds(saving)}"
     )
+    if share > WORTH_SAYING:
+        text += (
+            f", and all of them {share:.0%} of the time, which is counted; --async_checkpointing writes them while training "
+            "goes on"
+        )
     if rate is None or seconds is None:
         return text + "."
     how_often = f"With {rate:g} interruption{'' if rate == 1 else 's'} a day"
@@ -312,10 +336,9 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "margins",
         f"{need:.1f} GB of {capacity:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and "
-        f"{RESERVED / 1e9:g} GB left alone",
+        f"{RESERVED / 1e9:g} GB left alone; nvidia-smi shows what the allocator holds, up to a third more than is in use",
     )
-    host = f"at least {_size(answer['host_memory'])} on a machine at the start: whole weights for each of its processes"
-    yield "host RAM", host
+    yield "host RAM", f"at least {_size(answer['host_memory'])} on a machine: {answer['host_memory_why']}"
     yield from _list_time(answer)
     if answer["unverified"]:
         yield "device", f"{', '.join(answer['unverified'])}: taken from sources that nobody could open here, unverified"
@@ -359,6 +382,8 @@ def write_comparison(answer: dict[str, Any]) -> Iterator[str]:
     for row in answer["rows"]:
         if "problem" in row:
             yield from _wrap(f"{row['hardware']}: {row['problem']}", indent="  ")
+        elif _is_host_short(row):
+            yield from _wrap(f"{row['hardware']} does NOT fit the hosts: {_describe_host(row)}", indent="  ")
     yield from _list_missing(placed)
 
 

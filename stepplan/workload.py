@@ -28,6 +28,7 @@ from stepplan.memory import (
     model_from_recipe,
     planned_memory,
 )
+from stepplan.peers import Elsewhere
 from stepplan.transformer import Transformer
 
 UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16, "muon": 40}
@@ -64,6 +65,8 @@ class Workload:
         download_bytes: bytes of the weights that training starts from; 0: random ones.
         orthogonalized: rows and columns of the matrices that Muon updates.
         communication: the recipe's; None: the exact step.
+        elsewhere: how a program that is not this repository's trains it; None: one of ours does.
+        reads_shards: whether processes that divide the weights read their own rows only of the files to start from.
     """
 
     name: str
@@ -88,6 +91,20 @@ class Workload:
     download_bytes: int = 0
     orthogonalized: tuple[tuple[int, int], ...] = ()
     communication: Algorithm | None = None
+    reads_shards: bool = False
+    elsewhere: Elsewhere | None = None
+
+    def move(self, elsewhere: Elsewhere) -> "Workload":
+        """Return the same training by another program, for which there is no command."""
+        return dataclasses.replace(
+            self,
+            model=elsewhere.adapt(self.model),
+            elsewhere=elsewhere,
+            script=None,
+            hint=elsewhere.hint,
+            moment_bytes=elsewhere.moment_bytes,
+            gradient_bytes=elsewhere.weight_bytes,
+        )
 
     @property
     def num_samples(self) -> int | None:
@@ -103,6 +120,8 @@ class Workload:
 
     def find_refusal(self, mixed_precision: str, is_sharded: bool, num_processes: int = 1) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
+        if self.elsewhere is not None:
+            return None
         recipe = SimpleNamespace(
             accumulation="gradient" if self.gradient_bytes else "optimizer",
             optimizer_name=self.optimizer,
@@ -115,6 +134,8 @@ class Workload:
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
+        if self.elsewhere is not None:
+            return self.elsewhere.plan(self.model, layout, options)
         moment_bytes = self.moment_bytes
         if self.communication is not None:
             moment_bytes += self.communication.count_kept_bytes(layout.num_processes, self.moment_bytes)
@@ -247,6 +268,9 @@ def from_recipe(
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
         communication=recipe.communication,
+        reads_shards=getattr(recipe, "reads_shards", False)
+        and isinstance(model, Decoder)
+        and not model.shape.num_mixtures,
     )
 
 

@@ -24,7 +24,8 @@ def test_every_number_of_a_device_has_a_source(name):
     device = load_device(name)
     assert device.name == name
     fields = [field for line in device.sources for field in line.split(": ")[0].split(", ")]
-    assert set(fields) <= {*NUMBERS, "network_gb_per_s"}
+    assert set(fields) <= {*NUMBERS, "network_gb_per_s", "host_gb"}
+    assert (device.host_gb is not None) == ("host_gb" in fields)
     assert len(fields) == len(set(fields))
     assert {field for field in NUMBERS if getattr(device, field) is not None} <= set(fields)
     assert "network_gb_per_s" in fields

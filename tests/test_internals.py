@@ -136,6 +136,14 @@ def test_another_libc_is_left_as_it_is():
 # ---------------------------------------------------------------------------------------------------- torch.distributed
 
 
+def test_parameters_without_memory_get_some_and_others_stay():
+    model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.Linear(3, 2))
+    numbers = model[1].weight.detach().clone()
+    torch_distributed.allocate(model, torch.device("cpu"))
+    assert not model[0].weight.is_meta
+    assert torch.equal(model[1].weight, numbers)
+
+
 @pytest.fixture
 def alone():
     """Make a process group of this process; the store by which it was made."""

@@ -1,18 +1,26 @@
 """FSDP2 on real processes: gradients beside those of whole weights, their types, and a process's memory beside the plan."""
 
+import dataclasses
 import json
 import statistics
 from functools import partial
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from cases import thorough
+from chat_bases import save_base
 from common import ROOT, launch_environment
 from compare import BF16, check
+from run_loading import make_changes
 from run_sharded import plan_more
 
+from samestep.models import pretrained
+from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe import run_settings
+from samestep.recipe.catalog import load
+from samestep.training import weight_files
 
 SHAPES = {"gpt2": {"num_layers": 5, "vocab_size": 1000}, "bert": {"num_layers": 5, "vocab_size": 4000}}
 WAYS = {
@@ -190,3 +198,63 @@ def test_groups_take_the_same_steps_and_go_on_elsewhere(train, train_on, tmp_pat
     saved = [path.name for path in (folder / "stopped" / "checkpoint-5").glob("model-*")]
     assert sorted(saved) == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     check(train("pretrain_gpt2/stopped", flags + resume), whole, "float64")
+
+
+CHANGES = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ["all-linear"]}}
+
+
+def test_rows_of_files_are_the_weights_that_are_loaded_whole(trainings, tmp_path):
+    """Tied or not, adapters or all weights, files in 16 bits or in float32; on no host a whole copy."""
+    tied = save_base(tmp_path / "tied", "qwen3", tie_word_embeddings=True, head_dim=8)
+    plain = save_base(tmp_path / "plain", dtype=torch.bfloat16)
+    cases = {
+        f"{base.name} {name} {reads_shards}": {
+            "changes": make_changes(base, **CHANGES[name]),
+            "reads_shards": reads_shards,
+            "precision": precision,
+        }
+        for base, name, precision in ((tied, "full", "bf16"), (plain, "full", "no"), (plain, "lora", "bf16"))
+        for reads_shards in (True, False)
+    }
+    environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
+    trainings.run([str(tmp_path), json.dumps(cases)], 3, environment=environment, module="run_loading")
+    for rank in range(3):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for name in ("tied full", "plain full", "plain lora"):
+            rows, whole = (found[f"{name} {reads_shards}"] for reads_shards in (True, False))
+            assert (rows["files"], whole["files"]) == (True, False)
+            assert rows["digests"] == whole["digests"]
+            assert rows["fingerprint"] == whole["fingerprint"]
+            assert bool(rows["fingerprint"]) == name.endswith("lora")
+
+
+@pytest.mark.parametrize("lacking", ["a tensor", "its shape", "nothing"])
+def test_files_of_another_form_are_loaded_whole(tmp_path, lacking):
+    base = save_base(tmp_path)
+    file = base / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if lacking != "nothing":
+        tensors |= {name: tensors[name][:-1].clone()}
+    if lacking == "a tensor":
+        del tensors[name]
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    recipe = load("sft_small_cpu", make_changes(base))
+    with pretrained.leave_out_weights():
+        model = CausalLmSums.from_recipe(recipe)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    files = weight_files.match(base, model)
+    assert (files is not None) == (lacking == "nothing")
+    if files is not None:
+        assert torch.equal(files.read(f"model.{name}"), tensors[name])
+
+
+@pytest.mark.parametrize(
+    "change", [{"objective": "dpo", "preference_beta": 0.1}, {"base_quantization": "nf4"}, {"use_dora": True}]
+)
+def test_what_needs_whole_weights_loads_them(tmp_path, change):
+    changes = make_changes(save_base(tmp_path), **CHANGES["lora"])
+    assert load("sft_small_cpu", changes).reads_shards
+    recipe = dataclasses.replace(load("sft_small_cpu", changes), **change)
+    assert not recipe.reads_shards
+    assert weight_files.find(recipe, lambda: pytest.fail("a model was made")) is None

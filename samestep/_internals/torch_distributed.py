@@ -90,6 +90,14 @@ def release(model: nn.Module) -> None:
             delattr(model, name)
 
 
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on the device `meta` memory on another one, without numbers; all others stay as they are.
+
+    torch 2.13, `Module._apply`, which FSDP2 listens to: the documented `to_empty` takes the numbers of the others away.
+    """
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
 def register_rendezvous(generation: str) -> str:
     """Return an `init_method` by which restarted workers meet (`--max_restarts`), with store keys of their own.
 

@@ -1,16 +1,20 @@
 """Make transformers' models with initial weights, choose their attention kernels, and let them continue texts."""
 
+import contextlib
+import contextvars
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -38,6 +42,29 @@ def find_config(name_or_path: str) -> dict[str, Any] | None:
         return None
 
 
+_LEAVES_OUT = contextvars.ContextVar("leaves_out", default=False)
+
+
+@contextlib.contextmanager
+def leave_out_weights() -> Iterator[None]:
+    """Let `initial_model` make models whose weights are on no device (`meta`), within this context; buffers have numbers."""
+    token = _LEAVES_OUT.set(True)
+    try:
+        yield
+    finally:
+        _LEAVES_OUT.reset(token)
+
+
+def _make_empty(model_class: Any, config: PreTrainedConfig, name_or_path: str) -> PreTrainedModel:
+    """Make what `from_pretrained` makes, without weights."""
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = model_class.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    with contextlib.suppress(OSError, ValueError):  # it need not have one
+        model.generation_config = GenerationConfig.from_pretrained(name_or_path)
+    return model.eval()
+
+
 def initial_model(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -58,6 +85,8 @@ def initial_model(
     """
     if name_or_path is None:
         return model_class(config)
+    if _LEAVES_OUT.get():
+        return _make_empty(model_class, config, name_or_path)
     try:
         model, loading_info = model_class.from_pretrained(
             name_or_path,

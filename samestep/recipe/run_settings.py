@@ -1,6 +1,7 @@
 """The settings of a run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class RunSettings:
         default="none",
     )
     checkpointing_minutes: float | None = setting(
-        "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given; none: one at the end",
+        "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given; 15: more where saving "
+        "would take over 5% of the time; none: one at the end",
         MINUTES,
         default=15.0,
     )
@@ -327,8 +329,27 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
+MAX_SAVING = 0.05
+"""Share of the time that saving takes at most, where `checkpointing_minutes` has its default."""
 RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}
 """Settings that fault_tolerance restart brings, where flags do not say otherwise."""
+
+
+def choose_interval(minutes: float | None, saving: float) -> float:
+    """Choose the seconds between checkpoints: as set, but of the default at least so many that saving stays below `MAX_SAVING`.
+
+    Args:
+        minutes: `RunSettings.checkpointing_minutes`.
+        saving: seconds for which training waits when a checkpoint is saved.
+
+    >>> [choose_interval(minutes, 100.0) for minutes in (None, 1.0, RunSettings.checkpointing_minutes)]
+    [inf, 60.0, 1900.0]
+    """
+    if minutes is None:
+        return math.inf
+    least = saving * (1 / MAX_SAVING - 1) if minutes == RunSettings.checkpointing_minutes else 0.0
+    return max(60 * minutes, least)
+
 
 EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
 `none` unsets a field that may be unset."""

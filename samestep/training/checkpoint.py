@@ -220,14 +220,18 @@ def find_frozen(model: nn.Module) -> set[str]:
     return {name for name, parameter in named_parameters if not parameter.requires_grad}
 
 
-def fingerprint_frozen(model: nn.Module) -> dict[str, str]:
+def fingerprint_frozen(model: nn.Module, read: Callable[[str], torch.Tensor] | None = None) -> dict[str, str]:
     """Hash what `find_frozen` names: {FROZEN: 16 hexadecimal digits}, or {} where nothing is left out.
 
     Args:
         model: not sharded.
+        read: reads the numbers of a parameter that the model is without.
     """
     state, names = model.state_dict(), sorted(find_frozen(model))
-    lines = [f"{name} {digest_tensor(state[name])}" for name in names]
+    lines = []
+    for name in names:
+        tensor = state[name] if read is None else read(name).to(state[name].dtype)
+        lines.append(f"{name} {digest_tensor(tensor)}")
     return {FROZEN: xxhash.xxh3_64_hexdigest("\n".join(lines).encode())} if names else {}
 
 
@@ -595,7 +599,8 @@ def read(folder: Path, part: str) -> dict[str, torch.Tensor]:
     for file in sorted(name for name in entries if name.startswith(part) and name.endswith(".safetensors")):
         for name, tensor in safetensors.torch.load_file(str(folder / file)).items():
             rows.setdefault(name, []).append(tensor)
-    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()}
+    # Parts go as soon as they are joined, so that there is little more than one copy of all
+    return {name: parts[0] if len(parts := rows.pop(name)) == 1 else torch.cat(parts) for name in list(rows)}
 
 
 def _flush_and_hash(path: Path) -> dict[str, int | str]:
@@ -885,33 +890,62 @@ def load(
                 f"checkpoint {folder} was trained on {'another base' if is_base else 'other data'}: fingerprint of the {name} "
                 f"{saved_fingerprint} there, {fingerprint} here. Give {remedy}"
             )
+    bare_model = accelerator.unwrap_model(model)
+    current = get_optimizer_state_dict(model, _unwrap(optimizer))
+    own_tensors, frozen = get_model_state_dict(model), find_frozen(bare_model)
+    # Divided weights are read by process 0, and sent from there: hosts need not have them once for each process
+    is_divided, problems = isinstance(model, FSDPModule), [""]
+    tensors: dict[str, torch.Tensor] = {}
+    states: dict[str, Any] = {}
+    if accelerator.is_main_process or not is_divided:
+        try:
+            tensors, moments = _read_for(folder, bare_model, own_tensors)
+            _check_shapes(folder, tensors, {name: own for name, own in own_tensors.items() if name not in frozen})
+            _check_shapes(folder, moments, _flatten(current["state"]))
+        except UsageError as error:
+            problems = [str(error)]
+        else:
+            state_of = {
+                name: {key: moments[f"{name}/{key}"] for key in keys} for name, keys in current["state"].items()
+            }
+            states = {"state": state_of, "param_groups": current["param_groups"]}
+    if is_divided:
+        problems = broadcast_object_list(problems)
+    if problems != [""]:
+        raise UsageError(problems[0])
+    options = dataclasses.replace(WHOLE, broadcast_from_rank0=is_divided)
+    set_model_state_dict(model, tensors, options=dataclasses.replace(options, strict=not frozen))
+    set_optimizer_state_dict(model, _unwrap(optimizer), states, options=options)
+    lay_out_as_parameters(optimizer)
+    if accelerator.scaler is not None and state.scaler:  # {}: of a scaler that was off
+        accelerator.scaler.load_state_dict(state.scaler)
+
+
+def _read_for(
+    folder: Path, model: nn.Module, own_tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Read the tensors of a model, by the names that its state has, `own_tensors`, and the moments, from a checkpoint.
+
+    Raises:
+        UsageError: they cannot be read.
+    """
     try:
         tensors, moments = (read(folder, part) for part in ("model", "optimizer"))
     except (OSError, SafetensorError, UsageError) as error:
         raise UsageError(
             f"checkpoint {folder} cannot be read ({error}): put it where every process sees it under this name"
         ) from None
-    bare_model = accelerator.unwrap_model(model)
     manifest = read_json(folder / "manifest.json", f"checkpoint {folder}: manifest.json")
     if f"{ADAPTER}.safetensors" in manifest["files"]:
-        own = adapters.name_in_model(_find_adapted(bare_model))
+        own = adapters.name_in_model(_find_adapted(model))
         tensors = {own.get(name, name): tensor for name, tensor in tensors.items()}
     if manifest["format"] > 2:
-        prefix = _find_prefix(get_model_state_dict(model))
+        prefix = _find_prefix(own_tensors)
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    groups, frozen = _find_aliases(bare_model), find_frozen(bare_model)
-    tensors |= {name: tensors[first] for first, *aliases in groups if first in tensors for name in aliases}
-    current = get_optimizer_state_dict(model, _unwrap(optimizer))
-    own_tensors = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
-    _check_shapes(folder, tensors, own_tensors)
-    _check_shapes(folder, moments, _flatten(current["state"]))
-    set_model_state_dict(model, tensors, options=dataclasses.replace(WHOLE, strict=not frozen))
-    states = {name: {key: moments[f"{name}/{key}"] for key in keys} for name, keys in current["state"].items()}
-    state_dict = {"state": states, "param_groups": current["param_groups"]}
-    set_optimizer_state_dict(model, _unwrap(optimizer), state_dict, options=WHOLE)
-    lay_out_as_parameters(optimizer)
-    if accelerator.scaler is not None and state.scaler:  # {}: of a scaler that was off
-        accelerator.scaler.load_state_dict(state.scaler)
+    groups = _find_aliases(model)
+    return tensors | {
+        name: tensors[first] for first, *aliases in groups if first in tensors for name in aliases
+    }, moments
 
 
 def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
 from samestep.step import accumulate, batch_norm, losses, optim
 from samestep.step.noise import Noise, noise_by_sample
-from samestep.training import checkpoint, kernels
+from samestep.training import checkpoint, kernels, launch, sharding, weight_files
 from samestep.training.checkpoint import Trained
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class Network:
         if not self.accelerator.is_main_process:
             return None
         copy = self.build()
-        copy.load_state_dict(tensors)
+        with weight_files.keep_tied(copy):
+            copy.load_state_dict(tensors, assign=True)  # they take the place of weights that it may be without
         return copy
 
     def forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
@@ -112,8 +113,13 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
     def build() -> SummedLosses:
         return model_class.from_recipe(recipe, train).to(dtype)
 
+    def build_empty() -> SummedLosses:
+        with pretrained.leave_out_weights():
+            return build()
+
     torch.manual_seed(recipe.seed)
-    model = build()
+    files = weight_files.find(recipe, build_empty) if launch.is_sharded(accelerator) else None
+    model = build() if files is None else files.model
     noise = noise_by_sample(model, recipe.seed)
     run.say(*model.notes, *noise.notes, *optim.find_notes(recipe))
     candidates: Any = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
@@ -130,13 +136,18 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
     if getattr(settings, "torch_compile", False):
         model.compile_layers()
     (batch_norm.freeze if getattr(recipe, "normalization", None) == "frozen" else batch_norm.synchronize)(model)
-    fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model)
+    read = None if files is None else files.read
+    fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model, read)
     optimizer = optim.from_recipe(model, recipe)
     names = checkpoint.name_parameters(model)
+    groups = sharding.name_groups(optimizer, model)
     prepared = run.reduction.prepare(model, optimizer, start.state)
+    if files is not None:
+        files.fill(prepared[0], accelerator.device)
+        sharding.set_parameters(prepared[1], groups, prepared[0])
     trained = Trained(*prepared, fingerprints, getattr(train, "tokenizer", None))
     if start.checkpoint is not None:
         checkpoint.load(accelerator, start.checkpoint, start.state, *prepared, fingerprints)
         run.reduction.load(start.checkpoint)
     weights = torch.tensor(list(recipe.loss_weights.values()), dtype=dtype, device=accelerator.device)
-    return Network(accelerator, build, model, noise, names, trained, weights)
+    return Network(accelerator, build if files is None else build_empty, model, noise, names, trained, weights)

@@ -27,6 +27,7 @@ from samestep._internals import torch_distributed
 from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LOST_PROCESS, LostProcessError, RunError, is_lost_connection, will_be_restarted
+from samestep.recipe.run_settings import choose_interval
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.checkpoint import Saver
 from samestep.training.launch import waits_in_forward
@@ -86,9 +87,9 @@ class Recovery:
                 self._cut_smaller(data.step)
                 data = self.steps[data.step]
 
-    def restart_save_clock(self) -> None:
-        """Count --checkpointing_minutes from now."""
-        self.save_clock = time.perf_counter()
+    def restart_save_clock(self, saving: float = 0.0) -> None:
+        """Count the time to the next checkpoint from now; `saving`: seconds for which training waited for the last one."""
+        self.next_save = time.perf_counter() + choose_interval(self.settings.checkpointing_minutes, saving)
 
     def agree(self, has_failed: bool, exponent: int = 0) -> bool:
         """Agree on whether any process has failed, whether any was asked to stop (`should_stop`), whether the clock of process
@@ -96,8 +97,7 @@ class Recovery:
 
         Called by all processes; it waits for the host only.
         """
-        minutes = self.settings.checkpointing_minutes if self.accelerator.is_main_process else None
-        is_due = minutes is not None and time.perf_counter() - self.save_clock >= 60 * minutes
+        is_due = self.accelerator.is_main_process and time.perf_counter() >= self.next_save
         flags = has_failed, bool(self.stop), is_due, exponent
         if self.cpu_group is not None:
             all_flags = torch.tensor(flags, dtype=torch.int32)
@@ -107,11 +107,13 @@ class Recovery:
         self.exponent = flags[3]
         return any_failed
 
-    def save(self, step: int, *, is_routine: bool = False) -> None:
-        """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
+    def save(self, step: int, *, is_routine: bool = False) -> float:
+        """Write a checkpoint of the run as it is after `step`, return its seconds; a routine one gives way to newer ones."""
+        start = time.perf_counter()
         self.log.write()
         self.saver.save(step, self.log.not_finite.num_skipped, self.log.run_id, is_routine=is_routine)
         self.log.progress.restart_clock()
+        return time.perf_counter() - start
 
     def end_session(self) -> None:
         """Wait for the last checkpoint, and let go of the output folder. Called when lines are written, as far as they could.

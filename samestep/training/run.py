@@ -250,9 +250,8 @@ class Run:
         is_due = self.completed_steps % every == 0 if every else recovery.should_save
         is_due = is_due and self.reduction.may_save(step.index, self.num_steps)
         if is_due and self.completed_steps < self.plan.last_step:
-            if self.reduction.saves:
-                recovery.save(self.completed_steps, is_routine=every is None)
-            recovery.restart_save_clock()
+            saving = recovery.save(self.completed_steps, is_routine=every is None) if self.reduction.saves else 0.0
+            recovery.restart_save_clock(saving)
 
     def evaluates_before(self, step: Step) -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""

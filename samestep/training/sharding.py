@@ -52,18 +52,15 @@ def prepare(
         model: sharded by the classes in its `_no_split_modules`.
         optimizer: of the model's parameters, without states.
     """
+    groups = name_groups(optimizer, model)
     if accelerator.state.fsdp_plugin.mixed_precision_policy is HALF_PRECISION:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         if norms := find_norms(model):
             fully_shard(norms, mesh=find_mesh(accelerator), mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
-            _set_parameters(optimizer, groups, model)
+            set_parameters(optimizer, groups, model)
         widen_embeddings(model)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        # Accelerate finds the optimizer's parameters by address: those that have no rows on this process have the same one
-        _set_parameters(optimizer, groups, model)
-    else:
-        model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    # Accelerate finds the optimizer's parameters by address: those that have no rows on this process have the same one
+    set_parameters(optimizer, groups, model)
     if find_mesh(accelerator) is not None:
         model.register_forward_pre_hook(functools.partial(_reduce_between_groups_once, accelerator))
     if accelerator.mixed_precision == "bf16":
@@ -92,7 +89,13 @@ def find_norms(model: nn.Module) -> list[nn.Module]:
     return norms
 
 
-def _set_parameters(optimizer: torch.optim.Optimizer, groups: list[list[str]], model: nn.Module) -> None:
+def name_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Name the parameters of each of the optimizer's groups, as the model does."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def set_parameters(optimizer: torch.optim.Optimizer, groups: list[list[str]], model: nn.Module) -> None:
     """Let the optimizer's groups hold the parameters of the model that have these names."""
     parameters = dict(model.named_parameters())
     for group, names in zip(optimizer.param_groups, groups, strict=True):

@@ -23,9 +23,10 @@ from samestep.recipe.recipe import VARIANTS, Recipe
 from samestep.recipe.settings import BATCH, POSITIVE, build, choice, limit, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
+from stepplan.cli.elsewhere import ElsewhereSettings, move
 from stepplan.cli.model import import_trace
 from stepplan.cli.scale import DEFAULT_MAX_DEVICES
-from stepplan.cli.terms import HardwareSettings, read_terms
+from stepplan.cli.terms import read_terms
 from stepplan.growth import MOST_DEVICES
 from stepplan.hardware import MAX_DEVICES, Hardware, parse
 from stepplan.memory import model_from_recipe
@@ -37,7 +38,7 @@ from stepplan.workload import KERNELS, Workload, format_flags, from_command, set
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
 
-NEED_HARDWARE = "write_config html price_per_hour network sort start interruptions_per_day disk".split()
+NEED_HARDWARE = "write_config html price_per_hour network sort start interruptions_per_day disk host_memory".split()
 """Flags that say nothing without --on."""
 
 MAX_HARDWARE = 64
@@ -48,7 +49,7 @@ TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanSettings(HardwareSettings):
+class PlanSettings(ElsewhereSettings):
     """Choose the processes, the cut of the step, and what else decides the memory of one process"""
 
     num_processes: int | None = setting("processes (N); none: 1; not with --on", limit(MAX_DEVICES), default=None)
@@ -137,7 +138,7 @@ def answer_recipe(
             num_train_samples=num_train_samples,
             critical_batch_size=settings.critical_batch_size,
         )
-        return dataclasses.replace(workload, name=subject["title"])
+        return move(dataclasses.replace(workload, name=subject["title"]), settings)
 
     subject: dict[str, Any] = {"recipe": recipe.name, "title": recipes.name_changed(recipe, changes)}
     subject |= {"description": recipe.description, "source": recipe.source}

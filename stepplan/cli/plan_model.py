@@ -10,6 +10,7 @@ from samestep.recipe import scaling
 from samestep.recipe.reading import format_name
 from samestep.recipe.scaling import Hyperparameters
 from stepplan.base_models import find_config, is_decoder
+from stepplan.cli.elsewhere import move
 from stepplan.cli.model import (
     FINE_TUNING,
     ModelSettings,
@@ -47,7 +48,8 @@ def plan_model(argv: list[str]) -> None:
             raise UsageError(f"{', '.join(unknown)}: no field of a model without a recipe")
         changed = dataclasses.replace(training, **more)
         options = {"may_trace": settings.trace, "script_words": script_words}
-        return make_workload(changed, config, settings.critical_batch_size, settings.attn_implementation, **options)
+        attention = settings.attn_implementation
+        return move(make_workload(changed, config, settings.critical_batch_size, attention, **options), settings)
 
     kind = (
         f"a model of type {format_name(config.get('model_type'))}, {training.model_name_or_path}, all weights trained"

@@ -1,6 +1,7 @@
 """Reads what the user says of hardware, and for each of money, time and disks."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.settings import LARGEST, choice, limit, setting
 from stepplan import answer
 from stepplan.costs import DISK, MAX_PER_DAY, Terms, read_start
-from stepplan.hardware import NETWORK, Hardware, find_device, read_bandwidth
+from stepplan.hardware import NETWORK, QUANTITY, Hardware, find_device, read_bandwidth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,9 @@ class HardwareSettings(OutputSettings):
         default=None,
     )
     disk: str | None = setting("rate at which checkpoints are written: 2GB/s; none: 1GB/s, assumed", default=None)
+    host_memory: str | None = setting(
+        "memory of a machine's host: 2TB, 512GB; none: as machines with the device have, see its file", default=None
+    )
     network: str | None = setting(NETWORK, default=None)
 
 
@@ -54,9 +58,23 @@ def read_terms(settings: HardwareSettings, hardware: list[Hardware]) -> list[Ter
             start=read_start(settings.start),
             interruptions_per_day=settings.interruptions_per_day,
             disk_gb_per_s=disk,
+            host_gb=None if settings.host_memory is None else read_size("host_memory", settings.host_memory),
         )
         for price in read_prices(settings.price_per_hour, hardware)
     ]
+
+
+def read_size(field: str, text: str) -> float:
+    """Read a number of bytes, in GB.
+
+    >>> read_size("host_memory", "2TB"), read_size("host_memory", "512 GB")
+    (2000.0, 512.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([GT])i?B", text)
+    value = float(match[1]) * {"G": 1, "T": 1000}[match[2]] if match else 0.0
+    if not QUANTITY.holds(value):
+        raise UsageError(f"{field} is {format_value(text)}, must be a memory, more than 0: for example 512GB, 2TB")
+    return value
 
 
 def read_prices(value: str | None, hardware: list[Hardware]) -> list[float | None]:

@@ -21,7 +21,7 @@ from samestep.step import accumulate, losses
 from samestep.training import launch
 
 ROOT = Path(__file__).parents[2]
-NUM_SAMPLES, LENGTH = 12, 64
+NUM_SAMPLES, LENGTH = 12, int(os.environ.get("SHARDED_LENGTH", "64"))
 SHARDED = {
     name: value
     for name, value in launch_environment(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml").items()

@@ -286,6 +286,12 @@ class CausalLmFineTuning(ExpertsRecipe):
         return super().model_in_words + method + ("" if self.objective == "sft" else f" ({self.objective})")
 
     @property
+    def reads_shards(self) -> bool:
+        """Whether processes that divide the weights may read their own rows only of the files to start from."""
+        needs_whole = self.use_dora or self.modules_to_save or self.base_quantization is not None
+        return self.model_name_or_path is not None and self.objective not in ("reward", "dpo") and not needs_whole
+
+    @property
     def shape(self) -> dict[str, Any]:
         """The shape of a model with random weights, as transformers' configuration of `architecture` takes it."""
         return {name: getattr(self, name) for name in self.SHAPE}

@@ -1,20 +1,26 @@
-"""How other programs compute a decoder in training, as far as its memory depends on it.
+"""The ways in which other programs train a decoder, as far as its memory depends on them.
 
 `stepplan.decoder` describes the programs of this repository; here is what torchtune, litgpt, torchtitan and peft do otherwise:
 weights in 16 bits throughout or FSDP's own casts, attention in place, heads whole, gradients that are freed after each step.
+What they do is planned (`plan --program`), and never launched.
 """
 
 import dataclasses
+from typing import Any
 
 from samestep.cut.layout import Layout
 from stepplan.decoder import NF4_BLOCK, Decoder, Linear, Tuning
-from stepplan.memory import Memory, count_trained
+from stepplan.memory import Memory, count_trained, planned_memory
+from stepplan.timing import Software
 from stepplan.transformer import Peak
+
+PHASES = ("forward", "backward", "optimizer_step")
+"""Sums of a plan."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerTuning(Tuning):
-    """What another program trains, and in which bytes it keeps weights.
+    """Says what another program trains, and in which bytes it keeps weights.
 
     Attributes:
         weight_bytes: bytes of a weight that is kept whole: 4, or 2.
@@ -48,8 +54,11 @@ class PeerDecoder(Decoder):
         offloads_inputs: whether the inputs of recomputed layers wait in host memory.
         shards_outside: whether embedding and head are sharded units of their own, so that neither is whole during the layers.
         drops_inputs: whether each adapter has a dropout of its own, whose result and mask (a byte) are kept.
-        keeps_quantized_inputs: whether what is multiplied by a matrix in 4 bits is kept, although the matrix is frozen:
-            bitsandbytes did until 0.43.
+        quantized_input_bytes: bytes per number of the input of each matrix in 4 bits that are kept for the backward, although
+            the matrix is frozen; each matrix keeps a copy of its own. 0: none.
+        keeps_whole: whether the whole model that was loaded stays on each device, when it has been divided.
+        copies_in_update: whether the optimizer makes a number for each trained one while it updates them all at once (foreach).
+        quantizes_experts: whether experts are linear layers, kept in 4 bits where matrices are, not tables.
     """
 
     has_chunked_head: bool = True
@@ -61,7 +70,10 @@ class PeerDecoder(Decoder):
     offloads_inputs: bool = False
     shards_outside: bool = False
     drops_inputs: bool = False
-    keeps_quantized_inputs: bool = False
+    quantized_input_bytes: int = 0
+    keeps_whole: bool = False
+    copies_in_update: bool = False
+    quantizes_experts: bool = False
 
     number_bytes = 2
     stores_scores = False  # their attention stores no matrices of [T, T], or the source says otherwise
@@ -79,8 +91,9 @@ class PeerDecoder(Decoder):
     def input_bytes(self, needed: list[Linear], is_mixture: bool, autocast: bool) -> int:
         """Count the bytes per token of the inputs of matrices: those that share one keep it once, as nothing is cast."""
         shape, kept = self.shape, 0
-        if self.method.is_quantized and self.keeps_quantized_inputs:
-            kept = 2 * (2 * shape.hidden_size + shape.values + self._feed_forward_size(is_mixture))
+        if self.method.is_quantized:
+            widths = 3 * shape.hidden_size + shape.values + self._feed_forward_size(is_mixture)
+            kept = self.quantized_input_bytes * widths
         if self.drops_inputs and self.method.rank is not None:
             return kept + 3 * sum(x.width for x in needed)
         return kept + super().input_bytes(needed, is_mixture, autocast=False) // 2
@@ -110,6 +123,12 @@ class PeerDecoder(Decoder):
         return 6 * shape.hidden_size + 4 * max(f, 2 * shape.experts_per_token * shape.expert_size)
 
     # ------------------------------------------------------------------------------------------------------- memory
+
+    def layer_weight_bytes(self, is_mixture: bool) -> float:
+        total, method = super().layer_weight_bytes(is_mixture), self.method
+        if is_mixture and method.is_quantized and self.quantizes_experts:
+            total -= self.shape.expert_parameters * (method.weight_bytes - method.quantized_bytes)
+        return total
 
     def rows(self, num_samples: int) -> int:
         return num_samples * self.length
@@ -176,8 +195,10 @@ class PeerDecoder(Decoder):
         )
 
 
-def adjust_gradients(memory: Memory, model: PeerDecoder, layout: Layout, gradient_bytes: int) -> Memory:
+def adjust_gradients(memory: Memory, model: PeerDecoder, layout: Layout, gradient_bytes: float) -> Memory:
     """Adjust planned memory to when gradients exist, and how much of them each process holds, in a peer's program.
+
+    Where the whole model stays on each device, it is there beside a process's part.
 
     Args:
         memory: plan of a program that keeps its part of the gradients all the time.
@@ -185,14 +206,27 @@ def adjust_gradients(memory: Memory, model: PeerDecoder, layout: Layout, gradien
         layout: the cut of the step.
         gradient_bytes: bytes of a gradient.
     """
+    if model.keeps_whole:
+        sums = {name: getattr(memory, name) + model.weight_bytes for name in ("parameters", *PHASES)}
+        memory = dataclasses.replace(memory, **sums)
     if model.sums_whole_gradients and layout.gradient_accumulation_steps > 1:
         return replace_gradients(memory, gradient_bytes * count_trained(model))
-    if model.keeps_gradients:
-        return memory
+    copy = memory.gradients * model.copies_in_update
+    update = memory.optimizer_step + copy
+    found = memory if model.keeps_gradients else _begin_with_backward(memory, model, layout, gradient_bytes)
+    if not model.copies_in_update or update <= found.total:
+        return found
+    states = {"parameters": memory.parameters, "gradients": memory.gradients, "moments": memory.moments}
+    sums = {"forward": found.forward, "backward": found.backward, "optimizer_step": update}
+    return Memory(**states, autocast_cache=0, gathered=0, activations=copy, head=0, **sums)
+
+
+def _begin_with_backward(memory: Memory, model: PeerDecoder, layout: Layout, gradient_bytes: float) -> Memory:
+    """Adjust planned memory to gradients that exist from the backward to the update only; arguments as above."""
     # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
     last = model.last_peak(min(layout.per_device_train_batch_size, layout.shares[0]), autocast=True)
     largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
-    at_end = min(memory.gradients, gradient_bytes * largest) if model.updates_in_backward else memory.gradients
+    at_end = round(min(memory.gradients, gradient_bytes * largest)) if model.updates_in_backward else memory.gradients
     without = replace_gradients(memory, 0)
     states = without.optimizer_step
     if states + sum(last) + at_end <= max(without.forward, without.backward):
@@ -202,8 +236,89 @@ def adjust_gradients(memory: Memory, model: PeerDecoder, layout: Layout, gradien
     return dataclasses.replace(memory, gradients=at_end, **last._asdict(), **values)
 
 
-def replace_gradients(memory: Memory, gradients: int) -> Memory:
+def replace_gradients(memory: Memory, gradients: float) -> Memory:
     """Replace the bytes of the gradients, in all sums that hold them."""
-    names = ("forward", "backward", "optimizer_step")
-    sums = {name: getattr(memory, name) + gradients - memory.gradients for name in names}
-    return dataclasses.replace(memory, gradients=gradients, **sums)
+    more = round(gradients) - memory.gradients
+    return dataclasses.replace(memory, **{name: getattr(memory, name) + more for name in ("gradients", *PHASES)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A way to train that no program of this repository has.
+
+    Attributes:
+        program: one of `PROGRAMS`.
+        weight_bytes: bytes of a trained weight and of its gradient: 2, or 4 with 16-bit copies where they are multiplied.
+        moment_bytes: bytes of both moments of a trained number.
+        zero_stage: 2: each process keeps its part of gradients and moments, and all weights (DeepSpeed); 0: as FSDP or DDP do.
+        offloaded: whether divided weights, gradients and moments are in the hosts' memory.
+        selective: whether gradient checkpointing computes half of the products again, not all.
+        has_fused_head: whether logits exist in parts only.
+    """
+
+    program: str = "hf"
+    weight_bytes: int = 4
+    moment_bytes: float = 8
+    zero_stage: int = 0
+    offloaded: bool = False
+    selective: bool = False
+    has_fused_head: bool = False
+
+    def adapt(self, model: Any) -> PeerDecoder:
+        """Return a decoder of this repository as the program computes it; frozen weights are in 16 bits or fewer."""
+        method = model.method
+        held = 2 if method.rank is not None else self.weight_bytes
+        tuning = {field.name: getattr(method, field.name) for field in dataclasses.fields(Tuning)}
+        tuning |= {"matrix_bytes": held, "weight_bytes": held, "adapter_bytes": self.weight_bytes}
+        fields: dict[str, Any] = {
+            name: getattr(model, name) for name in ("shape", "sequence_length", "sequences", "num_scored")
+        }
+        own = PROGRAMS[self.program] | ({"recomputed": "selective"} if self.selective else {})
+        own |= {"has_chunked_head": True} if self.has_fused_head else {}
+        return PeerDecoder(**fields, method=PeerTuning(**tuning), **own)
+
+    def plan(self, model: Any, layout: Layout, options: dict[str, Any]) -> Memory:
+        """Plan the memory of one process; `options` as of `memory.planned_memory`, which holds what is not ours to change."""
+        parts = layout.num_processes if self.zero_stage == 2 else 1
+        memory = planned_memory(
+            *(model, layout),
+            **options
+            | {"offloaded": options.get("offloaded", False) or (self.offloaded and options.get("sharded", False))},
+            moment_bytes=self.moment_bytes / parts,
+            gradient_bytes=self.weight_bytes / parts,
+        )
+        return adjust_gradients(memory, model, layout, self.weight_bytes)
+
+    def software(self, model: Any, *, sharded: bool) -> Software:
+        """Count the bytes that the program moves for each weight: in 16 bits two reads, a gradient, its sum."""
+        is_mixed = self.weight_bytes == 4
+        return Software(
+            kernels=model.kernels,
+            weight_bytes=28 if is_mixed else 10,
+            frozen_bytes=10 if model.method.is_quantized else 4 + 12 * sharded,
+            optimizer_bytes=40 if is_mixed else 14,
+            gathered_bytes=2,
+        )
+
+    @property
+    def hint(self) -> str:
+        """Say that this is planned only."""
+        return f"Planned as {self.program} computes it: no program of this repository does so, and there is no command."
+
+
+HUGGING_FACE = {"has_chunked_head": False, "logit_bytes": 14, "keeps_gradients": False, "copies_in_update": True}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "hf": HUGGING_FACE,
+    "trl": HUGGING_FACE,
+    "litgpt": {
+        "has_chunked_head": False,
+        "logit_bytes": 14,
+        "drops_inputs": True,
+        "quantized_input_bytes": 4,
+        "sums_whole_gradients": True,
+    },
+    "torchtune": {"kernels": "compiled", "keeps_gradients": False},
+    "torchtitan": {"kernels": "compiled", "has_chunked_head": False, "logit_bytes": 10, "recomputed": "selective"},
+}
+"""Program -> fields of `PeerDecoder`: transformers' Trainer with its model's own loss, TRL's on top of it, litgpt, torchtune
+with its chunked loss, torchtitan compiled. benchmarks/language_models.yaml has what they are read from, and rows of them."""
