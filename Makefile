@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || ech
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings test test-fast test-core test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings test test-fast test-core test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release sizes
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -124,6 +124,10 @@ figures: venv ## train a tiny recipe on 1, 2 and 3 processes and the documented 
 site: .venv-docs/installed ## build docs/ as pages in site/, without a network; a broken link fails
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "python -m http.server --directory site"
+
+sizes: ## lines of Python of each room
+	@find samestep -name '*.py' -not -path '*/contrib/*' | xargs cat | wc -l | xargs echo "samestep without contrib"
+	@for room in samestep/contrib stepplan stepaudit recipes scripts; do find $$room -name '*.py' | xargs cat | wc -l | xargs echo "$$room"; done
 
 claims: venv ## test common claims about gradient accumulation, 5 seeds each: an hour on 2 cores, resumable; writes studies/claims/claims.md
 	$(BIN)/python studies/claims/study.py --jobs 2

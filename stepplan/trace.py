@@ -27,8 +27,8 @@ from samestep.errors import UsageError, reason
 from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
+from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import optim
 from samestep.step.noise import noise_by_sample

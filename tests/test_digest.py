@@ -13,7 +13,7 @@ from torch import nn
 from samestep.contrib.digests import combine, digest_gradients, digest_step
 from samestep.errors import UsageError
 from samestep.recipe.exclusions import find_refusal
-from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.training import checkpoint, digest, launch
 
 FLAGS = "--global_batch_size 8 --per_device_train_batch_size 3 --digest_steps 2 "

@@ -61,3 +61,14 @@ LARGE = "class Large:\n    def __init__(self, {arguments}):\n        {body}\n"
 )
 def test_what_is_above_a_limit_is_found(arguments, body, above):
     assert dict(find_large(LARGE.format(arguments=arguments, body=body))) == ({"Large": above} if above else {})
+
+
+FILES = {"samestep/recipe": 400, "samestep/training/run.py": 400}
+"""Files, or all of a folder -> lines that they have at most."""
+
+
+@pytest.mark.parametrize("place", FILES)
+def test_files_are_within_limits(place):
+    paths = sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert not {name: size for name, size in sizes.items() if size > FILES[place]}, "split them by meaning"

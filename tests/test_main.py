@@ -10,12 +10,12 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig, Qwen3Config, ViTConfig
+from transformers import BertConfig, DeiTConfig, Qwen3Config
 
 from samestep import cli as program
 from samestep.cli.commands import COMMANDS
 from samestep.errors import UsageError, exit_code
-from samestep.recipe import run_settings
+from samestep.recipe import run_settings, task_settings
 from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.settings import program_name
 from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
@@ -119,7 +119,7 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
     assert abs(trace["error"]) == pytest.approx(abs(trace["planned"] / trace["peak"] - 1))
     assert abs(trace["error"]) < 0.05
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    ViTConfig(**shape, image_size=224, patch_size=32, architectures=["ViTForImageClassification"]).save_pretrained(
+    DeiTConfig(**shape, image_size=224, patch_size=32, architectures=["DeiTForImageClassification"]).save_pretrained(
         tmp_path
     )
     line = f"plan --model_name_or_path {tmp_path} --on 2xt4"
@@ -288,7 +288,7 @@ def test_help_of_a_script(capsys):
         assert "default: 1800.0" in in_one_line(out)
         assert "--on_nonfinite {stop,skip}" in out
         titles = [line for line in out.splitlines() if re.match(r"\w.*:$", line)]
-        for cls in (run_settings.RunSettings, run_settings.CausalLmSettings, Gpt2Pretraining):
+        for cls in (run_settings.RunSettings, task_settings.CausalLmSettings, Gpt2Pretraining):
             assert f"{cls.__doc__.splitlines()[0].rstrip('.')}:" in titles
         assert ("(recipe: 1024)" in out) == (len(argv) > 1 or "=" in argv[0])
     with pytest.raises(UsageError, match="is for the task bert_pretraining, this script trains gpt2_pretraining"):

@@ -31,7 +31,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from samestep._internals.transformers_models import attention_kernel
 from samestep.data.ragged import Rows, Tables, make_rows, make_tables, split_by_length
 from samestep.models import cpu_matmul
-from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.step import noise
 
 Model = TypeVar("Model", bound=PreTrainedModel)

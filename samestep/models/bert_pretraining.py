@@ -10,7 +10,7 @@ from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.recipe.tasks.bert_pretraining import BertPretraining
 from samestep.step import losses
 

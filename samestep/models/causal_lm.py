@@ -31,7 +31,7 @@ from samestep.models import adapters, cpu_matmul, packing, quantization, saved_c
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import losses, noise
 from samestep.step.log_probabilities import count_tokens, sequence_logps

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from samestep.models import stop_tokens
 from samestep.models.pretrained import causal_kernel_candidates, gpt2_hidden, initial_model
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import CausalLmSettings
+from samestep.recipe.task_settings import CausalLmSettings
 from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
 from samestep.step import losses
 

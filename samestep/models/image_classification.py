@@ -10,7 +10,7 @@ from samestep.models import networks
 from samestep.models.pretrained import initial_model
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import DataSettings
+from samestep.recipe.task_settings import DataSettings
 from samestep.recipe.tasks.image_classification import ImageClassification
 from samestep.step import losses
 

@@ -16,7 +16,7 @@ from samestep.data.sentence_pairs import OF_PAIRS
 from samestep.models import attention
 from samestep.models.attention import BY_LENGTH, make_parts
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
 from samestep.step import losses
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from samestep.models import adapters, quantization
 from samestep.models.pretrained import save_pretrained
-from samestep.recipe.run_settings import CausalLmFineTuningSettings
+from samestep.recipe.task_settings import CausalLmFineTuningSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 
 RESULTS = ("config.json", "generation_config.json", "model*.safetensors*", "adapter_*", adapters.APART, adapters.BASE)

@@ -11,7 +11,7 @@ from samestep.data.ragged import make_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import FineTuningSettings
+from samestep.recipe.task_settings import FineTuningSettings
 from samestep.recipe.tasks.text_classification import TextClassification
 from samestep.step import losses
 

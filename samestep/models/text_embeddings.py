@@ -21,7 +21,7 @@ from samestep.models import adapters, cpu_matmul, saved_embeddings, sequences
 from samestep.models.causal_lm import choose_config
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.run_settings import EmbeddingSettings
+from samestep.recipe.task_settings import EmbeddingSettings
 from samestep.recipe.tasks.embedding_training import EmbeddingTraining
 from samestep.step import noise
 

@@ -35,7 +35,7 @@ register(
     "bert_pretraining",
     BertPretraining,
     Parts(
-        settings="samestep.recipe.run_settings:LanguageModelSettings",
+        settings="samestep.recipe.task_settings:LanguageModelSettings",
         data="samestep.data.sentence_pairs:build",
         model="samestep.models.bert_pretraining:PretrainingSums",
         shape="stepplan.memory:bert_pretraining",

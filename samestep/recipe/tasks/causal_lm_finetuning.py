@@ -317,7 +317,7 @@ register(
     "causal_lm_finetuning",
     CausalLmFineTuning,
     Parts(
-        settings="samestep.recipe.run_settings:CausalLmFineTuningSettings",
+        settings="samestep.recipe.task_settings:CausalLmFineTuningSettings",
         data="samestep.data.conversations:build",
         model="samestep.models.causal_lm:CausalLmSums",
         shape="stepplan.memory:causal_lm_finetuning",

@@ -53,7 +53,7 @@ register(
     "causal_lm_pretraining",
     CausalLmPretraining,
     Parts(
-        settings="samestep.recipe.run_settings:CausalLmSettings",
+        settings="samestep.recipe.task_settings:CausalLmSettings",
         data="samestep.data.token_blocks:build",
         model="samestep.models.causal_lm_pretraining:PretrainingSums",
         shape="stepplan.memory:causal_lm_pretraining",

@@ -215,7 +215,7 @@ register(
     "embedding_training",
     EmbeddingTraining,
     Parts(
-        settings="samestep.recipe.run_settings:EmbeddingSettings",
+        settings="samestep.recipe.task_settings:EmbeddingSettings",
         data="samestep.data.text_pairs:build",
         model="samestep.models.text_embeddings:EmbeddingSums",
         script="train_embeddings.py",

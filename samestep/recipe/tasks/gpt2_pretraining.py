@@ -48,7 +48,7 @@ register(
     "gpt2_pretraining",
     Gpt2Pretraining,
     Parts(
-        settings="samestep.recipe.run_settings:CausalLmSettings",
+        settings="samestep.recipe.task_settings:CausalLmSettings",
         data="samestep.data.token_blocks:build",
         model="samestep.models.gpt2_pretraining:PretrainingSums",
         shape="stepplan.memory:gpt2_pretraining",

@@ -102,7 +102,7 @@ register(
     "image_classification",
     ImageClassification,
     Parts(
-        settings="samestep.recipe.run_settings:DataSettings",
+        settings="samestep.recipe.task_settings:DataSettings",
         data="samestep.data.images:build",
         model="samestep.models.image_classification:ClassificationSums",
         shape="stepplan.memory:image_classification",

@@ -68,7 +68,7 @@ register(
     "modernbert_pretraining",
     ModernBertPretraining,
     Parts(
-        settings="samestep.recipe.run_settings:LanguageModelSettings",
+        settings="samestep.recipe.task_settings:LanguageModelSettings",
         data="samestep.data.sentence_pairs:build",
         model="samestep.models.modernbert_pretraining:PretrainingSums",
         shape="stepplan.memory:modernbert_pretraining",

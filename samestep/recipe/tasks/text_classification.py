@@ -67,7 +67,7 @@ register(
     "text_classification",
     TextClassification,
     Parts(
-        settings="samestep.recipe.run_settings:FineTuningSettings",
+        settings="samestep.recipe.task_settings:FineTuningSettings",
         data="samestep.data.labelled_texts:build",
         model="samestep.models.text_classification:ClassificationSums",
         shape="stepplan.memory:text_classification",
