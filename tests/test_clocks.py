@@ -16,6 +16,8 @@ MODULES = {"time", "os", "timeit", "threading", "asyncio"}
 IN_TEXT = re.compile(r"\b(?:time|os|timeit|asyncio)\.(?:" + "|".join(sorted(CLOCKS)) + r")\(|(?:^|[\s;&|])sleep \d")
 """The same in programs and commands that tests keep in strings."""
 EXCEPTIONS = {
+    "helpers/run_loading.py: perf_counter": "seconds for a benchmark, which no test compares",
+    "helpers/run_loading.py: sleep": "between two looks at a process's memory",
     "helpers/waiting.py: monotonic": "the deadline that ends a hang",
     "helpers/waiting.py: sleep": "between two looks at a condition, however often",
 }

@@ -246,6 +246,7 @@ def test_its_examples_work(monkeypatch, capsys, tmp_path):
     (tmp_path / "Qwen").mkdir()
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     Qwen3Config(**config, num_hidden_layers=2).save_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")
+    (tmp_path / "Qwen" / "Qwen3-0.6B" / "model.safetensors").touch()
     for command in ("list", "plan", "scale"):
         for line in COMMANDS[command].examples.splitlines():
             assert run(capsys, line)[::2] == (0, ""), line

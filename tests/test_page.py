@@ -176,7 +176,7 @@ def test_the_headline_says_what_fits_how_it_is_cut_and_how_long_it_takes(xl):
     needed, room = xl["memory_needed"] / 1e9, xl["memory_of_device"] / 1e9
     assert sentence == (
         f"✓ It fits {needed:.1f} of {room:.1f} GB with all margins. 8 devices share the 512 samples of a step: 64 each, in 4 "
-        "micro-batches of at most 16. All 64,000 steps take 3 days 3 hours (2 days 12 hours to 3 days 21 hours, which held "
+        "micro-batches of at most 16. All 64,000 steps take 3 days 4 hours (2 days 13 hours to 3 days 23 hours, which held "
         "9 of 10 published speeds)."
     )
     uneven = xl | {"shares": [65, 64], "num_processes": 2, "gradient_accumulation_steps": 1, "global_batch_size": 129}

@@ -111,7 +111,7 @@ def test_a_schedule_needs_the_number_of_samples(capsys):
     assert plan(capsys, line)["num_steps"] is None
     answer = plan(capsys, f"{line} --num_train_samples 2560 --on 1x3090")
     assert (answer["num_steps"], answer["steps_per_epoch"], answer["num_warmup_steps"]) == (30, 10, 3)
-    assert answer["seconds_to_end"] == pytest.approx(30 * answer["time"]["total"])
+    assert answer["seconds_to_end"] == pytest.approx(30 * answer["time"]["total"] + answer["saving_seconds"])
     line = "bert_base --warmup_epochs 1"
     assert plan(capsys, line)["learning_rates"] is None
     assert plan(capsys, f"{line} --num_train_samples 25600")["num_warmup_steps"] == 100

@@ -7,7 +7,6 @@ of experts that are joined from several tensors, heads that begin with random we
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samestep._internals.torch_distributed import allocate
+from samestep.errors import UsageError
 from samestep.models import adapters
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe.extras import is_there, load_way
+from samestep.recipe.reading import read_json
 
 FILES = ("model*.safetensors", "model.safetensors.index.json")
 SHRINK = "samestep.contrib.small_model:shrink"
@@ -116,7 +117,7 @@ def match(folder: Path, model: nn.Module) -> WeightFiles | None:
     """Find each parameter of a model without weights in the files of a folder; None: not all are there as it has them."""
     try:
         there = {key: (file, *header) for file, key, header in _read_headers(folder)}
-    except (OSError, SafetensorError, ValueError):
+    except (OSError, SafetensorError, UsageError, ValueError):
         return None
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -152,7 +153,7 @@ def _read_headers(folder: Path) -> Iterator[tuple[Path, str, tuple[list[int], st
                 yield path, key, (part.get_shape(), part.get_dtype())
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        wanted = read_json(index, str(index)).get("weight_map", {})
         if any(seen.get(key) != folder / name for key, name in wanted.items()):
             raise ValueError("the index names files that are not there")
 

@@ -1,6 +1,7 @@
 """Answers `samestep plan`, by one of several modules, of which only the one that answers is imported."""
 
 import importlib
+import itertools
 import os
 import re
 
@@ -29,7 +30,7 @@ def _is_from_scratch(argv: list[str]) -> bool:
     >>> _is_from_scratch(["--from_scratch", "--depth", "2"]), _is_from_scratch(["--from_scratch", "false"])
     (True, False)
     """
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    pairs = itertools.pairwise([*argv, ""])
     return any(FROM_SCRATCH.match(word) and following != "false" for word, following in pairs)
 
 
