@@ -234,10 +234,11 @@ def _deberta_v2(config: Mapping[str, Any], length: int) -> Transformer:
     distances = 2 * span * bool(config.get("relative_attention"))
     own = 0 if config.get("share_att_key") else kinds * (h * h + h)
     norm = 2 * h * ("layer_norm" in str(config.get("norm_rel_ebd")))
-    more = [b * kinds * (heads * length + distances * h // length) + b * h + length for b in (4, 2)]
+    more = (b * kinds * (heads * length + distances * h // length) + b * h + length for b in (4, 2))
+    float32, half = (saved + count for saved, count in zip(shape.layer.saved_bytes, more, strict=True))
     layer = shape.layer._replace(
         num_parameters=shape.layer.num_parameters + own,
-        saved_bytes=tuple(map(sum, zip(shape.layer.saved_bytes, more, strict=True))),
+        saved_bytes=(float32, half),
         matrices=(*shape.layer.matrices, *((h, h),) * (own and kinds)),
     )
     return dataclasses.replace(
