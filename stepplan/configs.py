@@ -220,8 +220,8 @@ def _deberta_v2(config: Mapping[str, Any], length: int) -> Transformer:
     """Return the shape of DeBERTa-v2 and v3: a BERT that stores its scores, with products of queries and keys with distances.
 
     Of each kind of such products a layer saves the scores that are divided, b a T per token, and for each sample the vectors of
-    all distances; besides, scaled keys and a mask; and all samples of a micro-batch share indices of distances, of 8 bytes. Gradients on their way through
-    these products are left out, which shows where layers are computed again.
+    all distances; besides, scaled keys and a mask; and all samples of a micro-batch share indices of distances, of 8 bytes.
+    Gradients on their way through these products are left out, which shows where layers are computed again.
     """
     h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kinds = sum(kind in (config.get("pos_att_type") or ()) for kind in ("c2p", "p2c"))  # of a list, or of c2p|p2c
