@@ -40,6 +40,7 @@ CLASSES = {
     "bert": "BertForMaskedLM",
     "roberta": "RobertaForMaskedLM",
     "modernbert": "ModernBertForMaskedLM",
+    "deberta-v2": "DebertaV2ForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
     "resnet": "ResNetForImageClassification",
     "vit": "ViTForImageClassification",
@@ -51,7 +52,10 @@ IMAGE = 224
 
 def has_formula(config: Mapping[str, Any]) -> bool:
     """Tell whether `model_from_config` has a formula for the configuration's class."""
-    return find_class(config) in _SHAPES
+    kind, width = find_class(config), config.get("hidden_size")
+    # A DeBERTa may have a convolution, and an embedding of another width
+    is_plain = not config.get("conv_kernel_size") and config.get("embedding_size") in (None, width)
+    return kind in _SHAPES and (is_plain or not kind.startswith("Deberta"))
 
 
 def find_class(config: Mapping[str, Any]) -> str:
@@ -84,7 +88,7 @@ def model_from_config(
     _check(config, name)
     config = {field: value for field, value in config.items() if value is not None}
     kind = find_class(config)
-    if kind not in _SHAPES:
+    if not has_formula(config):
         raise UsageError(
             f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
             f"formula: known are {', '.join(_SHAPES)}, and decoders such as Llama, Qwen and Gemma; --trace finds its memory "
@@ -126,7 +130,7 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     def refuse(field: str, value: Any, rule: str) -> None:
         raise UsageError(f"{name}: {field} is {format_value(value)} in its configuration, must be {rule}")
 
-    check_sizes(config, name, SIZES)
+    check_sizes(config, name, SIZES, ("type_vocab_size",))
     for field, largest in LISTS.items():
         value = config.get(field, [1])
         is_list = isinstance(value, list) and 0 < len(value) <= MAX_STAGES
@@ -142,6 +146,11 @@ def _check(config: Mapping[str, Any], name: str) -> None:
         value = config.get(field, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             refuse(field, value, "a number in [0, 1)")
+    for field in ("position_buckets", "max_relative_positions"):
+        if config.get(field) is not None and not _is_size(config[field], SIZES["n_positions"], -1):
+            refuse(field, config[field], "a whole number from -1")
+    if not isinstance(config.get("pos_att_type") or "", str | list):
+        refuse("pos_att_type", config["pos_att_type"], "c2p, p2c or both")
     if not isinstance(config["model_type"], str):
         refuse("model_type", config["model_type"], "text")
     if not isinstance(config.get("id2label") or {}, dict):
@@ -207,6 +216,41 @@ def _modernbert(config: Mapping[str, Any], length: int) -> Transformer:
     return transformer.modernbert(config, length, length)
 
 
+def _deberta_v2(config: Mapping[str, Any], length: int) -> Transformer:
+    """Return the shape of DeBERTa-v2 and v3: a BERT that stores its scores, with products of queries and keys with distances.
+
+    Of each kind of such products a layer saves the scores that are divided, b a T per token, and for each sample the vectors of
+    all distances; besides, scaled keys and a mask; and all samples of a micro-batch share indices of distances, of 8 bytes.
+    Gradients on their way through these products are left out, which shows where layers are computed again.
+    """
+    h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    kinds = sum(kind in (config.get("pos_att_type") or ()) for kind in ("c2p", "p2c"))  # of a list, or of c2p|p2c
+    kinds *= bool(config.get("relative_attention"))
+    positions = config["max_position_embeddings"] * config.get("position_biased_input", True)
+    words = {"max_position_embeddings": positions, "type_vocab_size": config.get("type_vocab_size", 0)}
+    shape = _masked_language_model({**config, **words}, length)
+    span, buckets = config.get("max_relative_positions", -1), config.get("position_buckets", -1)
+    span = buckets if buckets > 0 else span if span > 0 else config["max_position_embeddings"]
+    distances = 2 * span * bool(config.get("relative_attention"))
+    own = 0 if config.get("share_att_key") else kinds * (h * h + h)
+    norm = 2 * h * ("layer_norm" in str(config.get("norm_rel_ebd")))
+    more = (b * kinds * (heads * length + distances * h // length) + b * h + length for b in (4, 2))
+    float32, half = (saved + count for saved, count in zip(shape.layer.saved_bytes, more, strict=True))
+    layer = shape.layer._replace(
+        num_parameters=shape.layer.num_parameters + own,
+        saved_bytes=(float32, half),
+        matrices=(*shape.layer.matrices, *((h, h),) * (own and kinds)),
+    )
+    return dataclasses.replace(
+        shape,
+        layer=layer,
+        num_outside=shape.num_outside + distances * h + norm,
+        flops_per_sample=shape.flops_per_sample + 6 * layers * kinds * length * distances * h,
+        eager_attention=True,
+        shared_layer_bytes=8 * kinds * length**2,
+    )
+
+
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "BertForPreTraining": lambda config, length: transformer.bert(config, length, length),
     "BertForMaskedLM": _masked_language_model,
@@ -215,6 +259,7 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "RobertaForSequenceClassification": _bert_classifier,
     "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),
     "ModernBertForMaskedLM": _modernbert,
+    "DebertaV2ForMaskedLM": _deberta_v2,
     "ResNetForImageClassification": _resnet,
     "ViTForImageClassification": _vit,
 }

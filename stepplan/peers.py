@@ -303,7 +303,8 @@ class Elsewhere:
     @property
     def hint(self) -> str:
         """Say that this is planned only."""
-        return f"Planned as {self.program} computes it: no program of this repository does so, and there is no command."
+        hint = f"Planned as {self.program} computes it: no program of this repository does so, and there is no command."
+        return f"{hint} Copies between host and devices are not in the time (--offloaded)." if self.offloaded else hint
 
 
 HUGGING_FACE = {"has_chunked_head": False, "logit_bytes": 14, "keeps_gradients": False, "copies_in_update": True}

@@ -71,6 +71,7 @@ class Transformer:
             again there, and on a CPU keeps bits, which are left out.
         is_unpadded: whether samples lie end to end in a row, and in attention's tables, of the sizes of `samestep.data.ragged`.
         more_outside_bytes: bytes per sample that are saved outside the layers beyond 8 h per token, float32 and autocast.
+        shared_layer_bytes: bytes that a layer saves once for all samples of a micro-batch.
         window: number of places after a token that most layers see, for which all keep one mask; None: all places.
         is_causal: whether a token sees those before it only.
         kernels: eager or compiled, which chooses the traffic of timing.CALIBRATION.
@@ -96,6 +97,7 @@ class Transformer:
     keeps_masks: bool = True
     is_unpadded: bool = False
     more_outside_bytes: tuple[int, int] = (0, 0)
+    shared_layer_bytes: int = 0
     window: int | None = None
     is_causal: bool = False
     kernels: str = "eager"
@@ -223,6 +225,9 @@ class Transformer:
         if self.window is not None and self.window < self.length - 1:
             masks = places * (2 if autocast else 4) * round_up(self.length, 4)
             whole, earlier = whole + masks, earlier + masks
+        shared = self.shared_layer_bytes * (1 if gradient_checkpointing else self.num_layers)
+        if not gradient_checkpointing:
+            whole += shared
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
         square = self.eager_attention * pair * self.num_heads * self.length
         temporary = max(self.layer.temporary_bytes[autocast], square - self.layer.feed_forward_bytes[autocast])
@@ -235,7 +240,7 @@ class Transformer:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
         forward, backward = self._head_bytes(num_samples, autocast)
         tied_bytes = 8 if autocast or self.chunked_head else 12
-        in_layer = earlier + again + own_inputs + tokens * temporary
+        in_layer = earlier + again + own_inputs + shared + tokens * temporary
         return (
             Peak(cast_bytes * num_cast, whole + outside_bytes, forward),
             Peak(cast_bytes * num_cached[0], whole + outside_bytes, backward),

@@ -74,6 +74,13 @@ def test_a_plan_of_another_program_has_no_command(program, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert (answer["command"], answer["write_command"]) == (None, None)
     assert f"as {program} computes it" in answer["hint"]
+    assert "not in the time" not in answer["hint"]
+
+
+def test_a_plan_of_offloaded_states_says_what_its_time_lacks(capsys):
+    flags = "--model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --on 2x4090 --sharded --program hf --offloaded"
+    plan([*flags.split()])
+    assert "not in the time (--offloaded)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

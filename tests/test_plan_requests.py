@@ -98,6 +98,7 @@ FLAGS = [
         "--train_file a.txt",
     ),
     "--communication 'local_sgd of 8 workers every 4 steps'",
+    *("--compiled", "--router_loss global --router_loss_weight 0.01", "--compiled --router_z_loss_weight 0.001"),
 ]
 
 
@@ -148,6 +149,16 @@ def test_no_command_of_a_plan_is_refused_by_its_program(capsys):
         planned += 1
 
     assert planned > 12
+
+
+@pytest.mark.parametrize("field", ["router_loss global --router_loss_weight 0.01", "router_z_loss_weight 0.001"])
+def test_layers_are_planned_compiled_where_the_script_compiles_them(capsys, field):
+    words = f"plan llama3_8b_sft_8xa100 --model_name_or_path Qwen/Qwen3-30B-A3B --on 32xh100 --{field}".split()
+    run(capsys, *words)
+    assert exit_code(lambda: cli.main([*words, "--compiled"])) == 2
+    problem = capsys.readouterr().err
+    assert "compiled is given: router_" in problem
+    assert problem.count("\n") == 1
 
 
 def test_experts_are_no_module_that_an_adapter_is_named_for(capsys):

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from samestep.errors import UsageError
 from samestep.printing import round_number
 from samestep.recipe import catalog as recipes
 from samestep.recipe import pretrained_shape
+from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import VARIANTS, Recipe
 from samestep.recipe.settings import BATCH, POSITIVE, build, choice, limit, setting
@@ -127,6 +129,11 @@ def answer_recipe(
         words: the words of the command line.
         more_subject: fields of the answer's head, in place of the recipe's.
     """
+
+    # The script's own rules: those that ask for the flag and for a field of the recipe
+    compiled = SimpleNamespace(torch_compile=settings.compiled)
+    if settings.program is None and (refusal := find_refusal(recipe, compiled)):
+        raise UsageError(f"compiled is given: {refusal}")
 
     def make(more: Mapping[str, Any]) -> Workload:
         """Make the workload with more changes, which a recipe written before does not hold."""
