@@ -2,7 +2,7 @@
 
     make bench NAME=routers                                   # ten minutes on 2 cores that nothing else uses
 
-scripts/pretrain_gpt2.py trains a small Mixtral on TinyStories-like rows of one length, in one micro-batch and in four, float32.
+scripts/pretrain_gpt2.py trains a small Mixtral on drawn words in rows of one length, in one micro-batch and in four, float32.
 The runs of a cut take turns of `TURN` seconds (SIGSTOP, SIGCONT; see harness.py). Seconds are those of a step, from
 metrics.jsonl, without the steps that a stop interrupted. That all losses of tokens begin alike is checked.
 

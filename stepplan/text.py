@@ -86,9 +86,9 @@ def _is_host_short(answer: dict[str, Any]) -> bool:
 def _describe_host(answer: dict[str, Any]) -> str:
     """Say what memory and room on the disk a machine needs, and whether it is known to have too little of the first."""
     room, disk = answer["memory_of_host"], answer["disk_bytes"] + answer["download_bytes"]
-    text = f"A machine needs {_size(answer['host_memory'])}"
-    text += f" of the {_size(room)}" if room else ""
-    return f"{text} of its host's memory ({answer['host_memory_why']}), and {_size(disk)} of disk."
+    text = f"A machine needs {_size(answer['host_memory'])} of memory ({answer['host_memory_why']})"
+    text += f", and has {_size(room)}" if room else ""
+    return f"{text}; {_size(disk)} of disk."
 
 
 def _describe_duration(answer: dict[str, Any]) -> str:

@@ -291,3 +291,8 @@ def test_scale_takes_a_recipe_for_a_model_from_scratch(capsys, m15):
     words = ["scale", "--model_name_or_path", m15, "--seq_len", "512", "--from_scratch", "--on", "h100"]
     assert exit_code(lambda: cli.main(words)) == 2
     assert "plan m15 --from_scratch --write_recipe FILE.yaml writes a recipe to scale" in capsys.readouterr().err
+
+
+def test_a_recipe_is_no_model_to_train_from_scratch(capsys):
+    assert exit_code(lambda: cli.main("plan gpt2_124m --on 8xh100 --from_scratch".split())) == 2
+    assert "gpt2_124m is a recipe" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import dataclasses
 
 from samestep.errors import UsageError
-from samestep.recipe.settings import Check, choice, limit, setting
+from samestep.recipe.settings import Check, choice, setting
 from stepplan.cli.terms import HardwareSettings
 from stepplan.decoder import Decoder
 from stepplan.peers import PROGRAMS, Elsewhere
@@ -33,7 +33,7 @@ class ElsewhereSettings(HardwareSettings):
     )
     zero_stage: int | None = setting(
         "with program: 2 divides gradients and moments between the processes, and leaves weights whole (DeepSpeed)",
-        limit(2, 2),
+        ("must be 2", lambda value: value == 2),
         default=None,
     )
     offloaded: bool = setting(

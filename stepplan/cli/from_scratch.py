@@ -52,6 +52,8 @@ def from_scratch(argv: list[str]) -> None:
         raise UsageError(f"--num_train_tokens with {' and '.join(steps)}: leave out one of them")
     if scratch.model_name_or_path is not None:
         name = scratch.model_name_or_path
+        if name in recipes.catalog_names():
+            raise UsageError(f"{name} is a recipe, which says its own shape: leave --from_scratch out, or give --depth")
         shape = pretraining.read_shape(find_config(name), name)
     else:
         depth = scratch.depth or pretraining.find_depth(scratch.parameters or "")
