@@ -175,7 +175,7 @@ def examples() -> str:
 
 def plan() -> str:
     """Write a comparison of hardware, as it is printed."""
-    command = EXAMPLES["Several"]
+    command = "plan llama3_8b_lora_3090 --on 1x3090,1xh100 --num_train_samples 49000"
     return f"```text\n$ samestep {command}\n{run(command)[1].strip()}\n```\n"
 
 
@@ -205,6 +205,7 @@ TASK_PAGES = {
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "plan"): plan,
     ("README.md", "results"): tables.front,
+    ("docs/reliability.md", "survives"): tables.what_survives,
     ("docs/speed.md", "speed"): tables.speed,
     ("docs/recipe-fields.md", "fields"): fields,
     ("docs/python-api.md", "names"): names,

@@ -16,15 +16,7 @@ from stepaudit.causes import HARMLESS
 
 WIDTH = 128
 """Columns of a document."""
-EXACT = 1e-6
-"""Largest relative error of a gradient that `how_exact` calls exact, as benchmarks/loops.py does."""
-LOOPS = {
-    "exact": "**samestep**",
-    "accelerate_documented": "Accelerate, `accumulate`",
-    "lightning_documented": "Lightning, `accumulate_grad_batches`",
-    "transformers_trainer": "transformers' `Trainer`",
-}
-MODELS = {"gpt2": "GPT-2", "bert_pretraining": "BERT, two loss terms", "bert_classifier": "BERT classifier"}
+MODELS = ("gpt2", "bert_pretraining", "bert_classifier")
 WORKLOADS = {
     "bert_ragged_8192": "BERT on documents of all lengths",
     "bert_full_8192": "BERT on full rows",
@@ -42,8 +34,6 @@ PEERS = {
     "Accelerate loop": "Accelerate's documented loop",
     "Lightning": "Lightning",
 }
-FRONT_WORKLOADS = ("bert_ragged_8192", "gpt2")
-FRONT_PEERS = ("Trainer", "Accelerate loop", "Lightning")
 CHATS = "sft_512"
 MICRO_BATCHES = "4x4x1"
 """Layout of benchmarks/audited.py that is one process: samples x micro-batches x processes."""
@@ -67,42 +57,10 @@ def read(name: str) -> dict[str, Any]:
 # How exact
 
 
-def format_error(error: float) -> str:
-    """Write a relative error for people.
-
-    >>> [format_error(error) for error in (9e-16, 0.025, 0.095, 3.06)]
-    ['9e-16', '2.5 %', '9.5 %', '306 %']
-    """
-    return f"{error:.0e}" if error <= EXACT else f"{100 * error:.{1 if error < 0.0995 else 0}f} %"
-
-
-def how_exact() -> str:
-    """Show the error of the gradient in the first and in the last step, for loops as they are documented."""
-    rows = {(row["loop"], row["model"]): row for row in read("loops")["rows"] if row["layout"]["N"] == 1}
-
-    def cell(loop: str, model: str) -> str:
-        errors = rows[loop, model]["errors"]
-        shown = [max(errors)] if max(errors) <= EXACT else [errors[0], errors[-1]]
-        return " / ".join(map(format_error, shown))
-
-    titles: dict[tuple[str, ...], list[str]] = {}  # what is the same stands in one line
-    for loop, title in LOOPS.items():
-        titles.setdefault(tuple(cell(loop, model) for model in MODELS), []).append(title)
-    lines = [["; ".join(names), *cells] for cells, names in titles.items()]
-    audited = read("audited")["rows"]
-    num_exact = sum(is_exact_on_one_process(row) for row in audited)
+def count_first_sight() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """List what the audit said of sound and of faulty programs before it was mended by them."""
     log = [row for row in json.loads(LOG.read_text(encoding="utf-8")) if "note" not in row or not row["is_sound"]]
-    sound, faults = ([row for row in log if row["is_sound"] == is_sound] for is_sound in (True, False))
-    named, missed = (sum(row["verdict"] == verdict for row in faults) for verdict in ("right", "missed"))
-    accused = sum(row["verdict"] != "right" for row in sound)
-    text = (
-        "Error of the gradient in the first / the last step of an epoch, which has fewer samples, beside one large batch. Tiny "
-        f"models in float64: the sizes are examples. Of {len(audited)} loops of packages {num_exact} are exact in "
-        f"micro-batches ([audited.md](docs/audited.md)). At first sight the audit "
-        f"named {named} of {len(faults)} faults, missed {missed}, and accused {accused} of {len(sound)} sound programs "
-        "([audit.md](docs/audit.md))."
-    )
-    return f"{table(['loop', *MODELS.values()], lines)}\n{fill(text)}\n"
+    return tuple([row for row in log if row["is_sound"] == is_sound] for is_sound in (True, False))
 
 
 def is_exact_on_one_process(row: dict[str, Any]) -> bool:
@@ -135,26 +93,14 @@ def rows_of_bench(workload: str) -> list[dict[str, Any]]:
     return [row for row in read("bench")["rows"] if row["workload"] == workload]
 
 
-def how_fast() -> str:
-    """Show how many times as fast as other programs ours is."""
-    lines = [
-        [WORKLOADS[name], *(pair(rows_of_bench(name), peer) for peer in FRONT_PEERS), "-"] for name in FRONT_WORKLOADS
-    ]
-    chats = [row for row in read("chats")["rows"] if row["workload"] == CHATS]
-    lines.append(["Llama on conversations", pair(chats, "Trainer"), "-", "-", pair(chats, "TRL, padded")])
-    everything = [*read("bench")["rows"], *read("chats")["rows"]]
-    all_ratios = [
+def list_ratios() -> list[float]:
+    """List how many times as fast ours is, for every peer, workload and precision."""
+    return [
         median_ratio(row["rates"], peer)
-        for row in everything
+        for row in [*read("bench")["rows"], *read("chats")["rows"]]
         for peer in row["rates"]
         if peer not in ("ours", "floor") and not peer.startswith("exact(")  # which is ours, too
     ]
-    text = (
-        "Times as many tokens (images) per second, float32 / bf16, on 2 CPU cores; **no GPU was measured**. Where others group "
-        f"samples by length, or pack rows, less is left to save: the least of all {len(all_ratios)} ratios is "
-        f"{min(all_ratios):.2f} ([speed.md](docs/speed.md))."
-    )
-    return f"{table(['', *(PEERS[peer] for peer in FRONT_PEERS), 'TRL'], lines)}\n{fill(text)}\n"
 
 
 def speed() -> str:
@@ -175,13 +121,15 @@ def speed() -> str:
 # What survives
 
 
+def total(rows: list[dict[str, Any]], name: str) -> int:
+    """Add up a number of rows."""
+    return sum(row[name] for row in rows)
+
+
 def what_survives() -> str:
     """Show what runs and checkpoints were put through, and what became of them."""
     reliability, sweep = read("reliability"), read("reproducible")["sweep"]
     kills, damages = reliability["kills"], reliability["damages"]
-
-    def total(rows: list[dict[str, Any]], name: str) -> int:
-        return sum(row[name] for row in rows)
 
     found = total(damages, "fell_back") + total(damages, "refused")
     lines = [
@@ -201,13 +149,58 @@ def what_survives() -> str:
             f"{total(sweep, 'equal')} have the same bits: parameters, moments, curve",
         ],
     ]
-    heads = [
-        "what happened to tiny models, on CPU processes",
-        "what came of it; without `--reproducible` equal up to rounding ([more](docs/reliability.md))",
-    ]
-    return table(heads, lines)
+    return table(["what happened to tiny models, on CPU processes", "what came of it"], lines)
 
 
 def front() -> str:
-    """Make the three tables of the README."""
-    return "\n".join([how_exact(), how_fast(), what_survives()])
+    """Make the table of the README: eight numbers, each with the page that has more of them."""
+    loops = [row for row in read("loops")["rows"] if row["layout"]["N"] == 1 and row["model"] in MODELS]
+    ours, usual = (
+        max(error for row in loops if row["loop"] == loop for error in row["errors"])
+        for loop in ("exact", "accelerate_documented")
+    )
+    heads = [row for row in read("state")["heads"] if row.get("verdict") is not None]
+    too_large = sum(row["verdict"] == "k times too large" for row in heads)
+    audited = read("audited")["rows"]
+    sound, faults = count_first_sight()
+    sweep, kills = read("reproducible")["sweep"], read("reliability")["kills"]
+    gpt2 = median_ratio(next(row["rates"] for row in rows_of_bench("gpt2") if row["precision"] == "no"), "Trainer")
+    chats = next(row["rates"] for row in read("chats")["rows"] if row["workload"] == CHATS and row["precision"] == "no")
+    chats = median_ratio(chats, "TRL, padded")
+    planned = read("language_models")["unfitted"]["all"]
+    rows = [
+        (
+            f"[gradient](docs/exactness.md) in micro-batches, float64, {len(MODELS)} tasks",
+            f"off by {ours:.0e}; Accelerate's documented loop: up to {100 * usual:.0f} %",
+        ),
+        (
+            f"{total(sweep, 'runs')} [moved runs](docs/reliability.md), 1 to 5 processes, `--reproducible`",
+            f"{total(sweep, 'equal')} have the same bits at the end",
+        ),
+        (
+            f"{total(kills, 'kills')} [kills](docs/reliability.md) at random moments",
+            f"{total(kills, 'failed_checks')} of {total(kills, 'checkpoints_compared')} checkpoints differ",
+        ),
+        (
+            f"{len(heads)} [model classes](docs/state-of-the-step.md) in Trainer",
+            f"{too_large} get a gradient k times too large",
+        ),
+        (
+            f"{len(audited)} [training loops](docs/audited.md) of packages",
+            f"{sum(is_exact_on_one_process(row) for row in audited)} are exact in micro-batches",
+        ),
+        (
+            f"[audit](docs/audit.md) of {len(faults)} faulty, {len(sound)} sound unseen programs",
+            f"{sum(row['verdict'] == 'right' for row in faults)} faults named, "
+            f"{sum(row['verdict'] != 'right' for row in sound)} sound programs accused",
+        ),
+        (
+            "[speed](docs/speed.md), ours / theirs, float32 on 2 CPU cores",
+            f"GPT-2 / Trainer {gpt2:.1f}, chats / TRL {chats:.1f}, the least of all {min(list_ratios()):.2f}",
+        ),
+        (
+            f"{planned['rows']} published speeds, not fitted, by [the planner](docs/planner.md)",
+            f"missed by {planned['median']:.1%} in the median",
+        ),
+    ]
+    return table(["what was tried", "what came of it"], list(map(list, rows)))

@@ -344,7 +344,7 @@ def test_a_short_training_is_in_plain_numbers(capsys):
 
 HARDWARE = {"3xa100": "3xa100-40", "8xa100": "8xa100-80", "fsdp2_8xa100": "8xa100-80", "cpu": None, "2xcpu": None}
 """Launch file -> the devices that it means, where its name does not say it; None: micro-batches that no memory limits."""
-FILES = [ROOT / "README.md", ROOT / "docs" / "hardware.md", *(ROOT / "accelerate_configs").glob("*.yaml")]
+FILES = [ROOT / "docs" / "hardware.md", *(ROOT / "accelerate_configs").glob("*.yaml")]
 LAUNCH = re.compile(
     r"accelerate launch --config_file accelerate_configs/(?!fsdp2_2x)(\w+)\.yaml scripts/\w+\.py \\\n#? +"
     r"--recipe (\w+)(?:.* --per_device_train_batch_size (\d+))?"

@@ -445,7 +445,8 @@ def shrunken_flags(launch: Launch) -> tuple[str, int]:
         flags.append(DATA[launch.program])
         flags += ["--dataset_config_name none"] * hasattr(launch.recipe, "dataset_config_name")
     flags.append(MODEL.get(launch.program, ""))
-    flags.append(f"--global_batch_size {2 * n * k} --speed safe --output_dir out")
+    num_workers = getattr(launch.recipe.communication, "num_workers", 0)  # each has a sample
+    flags.append(f"--global_batch_size {max(2 * n * k, num_workers)} --speed safe --output_dir out")
     flags += [] if launch.settings.gradient_accumulation_steps else ["--per_device_train_batch_size 2"]
     return " ".join(flags), n
 
