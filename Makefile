@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || ech
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings test test-fast test-core test-thorough test-kinds check bench proof-gpu docs claims test-studies audit chaos figures site types release sizes
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings test test-fast test-core test-thorough test-kinds check bench proof-gpu docs prose claims test-studies audit chaos figures site types release sizes
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -109,6 +109,9 @@ bench-%:
 
 proof-gpu: ## prove the recipes on one NVIDIA GPU: at most 25 minutes, no download, resumable; FLAGS=--tiny rehearses it; writes docs/gpu.md
 	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) benchmarks/proof_gpu.py $(FLAGS)
+
+prose: venv ## find sentences and pages of README and docs/ that are too long
+	$(BIN)/python docs/prose.py
 
 docs: venv ## write what is generated of README.md and docs/: tables of results and plans, fields of recipes, public names
 	$(BIN)/python docs/reference.py

@@ -1,0 +1,27 @@
+"""Sentences of README and docs/ are short: docs/prose.py, `make prose`."""
+
+import pytest
+from common import load_docs_program
+
+prose = load_docs_program("prose")
+PAGES = prose.pages()
+NOT_YET = {"docs/audit.md", "docs/audited.md", "docs/language-models.md", "docs/planner.md", "docs/speed.md"}
+NOT_YET |= {"docs/state-of-the-step.md"}
+"""Pages with longer sentences. One that has none any more leaves this list."""
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_sentences_are_short(name):
+    found = prose.find_long(name, PAGES[name])
+    assert bool(found) == (name in NOT_YET), found
+
+
+def test_a_long_sentence_is_found():
+    """Also behind an item, a link, a name of a program with a dot, and where it goes on after a line of code."""
+    words = " ".join(["word"] * 15)
+    for text in (f"- {words},\n  {words}.", f"[{words}](x.md) {words}.", f"{words} `samestep.cut`, {words}."):
+        assert prose.find_long("docs/x.md", text), text
+    for text in (f"{words}. {words}.", f"- {words}\n- {words}", f"| {words} {words} |", f"```\n{words} {words}\n```"):
+        assert not prose.find_long("docs/x.md", text), text
+    assert prose.find_long("README.md", f"{words} {words[:29]}.")
+    assert not prose.find_long("docs/x.md", f"{words} {words[:29]}.")
