@@ -11,7 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?src="(.*?)".*?alt="(.*?)".*?</picture>', re.DOTALL)
+ENTRY = re.compile(r"^\| ([a-z- ]{2,}) \| (.+) \|$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
+EVERYDAY = {"word", "sample", "process", "cut", "exact", "window", "head", "audit", "recipe"}
+"""Words of the glossary that are not explained at every place."""
 PAGES, PICTURES = {".md", *LANGUAGES}, {".png", ".svg"}
 
 
@@ -36,6 +39,16 @@ def read_page(path: Path) -> str:
         return f"# {path}\n\n" + "".join(f"- {name}\n" for name in files)
     text = (ROOT / path).read_text(encoding="utf-8")
     return text if path.suffix == ".md" else f"# {path}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
+
+
+def list_words() -> dict[str, str]:
+    """Read the words of docs/glossary.md that mean one thing wherever they stand, with their meanings.
+
+    >>> list_words()["tail"]
+    'the last step of an epoch, when fewer samples are left than a global batch has'
+    """
+    words = dict(ENTRY.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")))
+    return {word: meaning for word, meaning in words.items() if word not in EVERYDAY}
 
 
 def find_linked(document: Path, text: str) -> set[Path]:
@@ -77,4 +90,8 @@ def on_page_markdown(markdown, page, config, files):
 
     # GitHub chooses a picture by the system's colours, the site by its own switch
     markdown = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
-    return LINK.sub(rewrite, markdown.replace("<details>", '<details markdown="1">'))
+    markdown = LINK.sub(rewrite, markdown.replace("<details>", '<details markdown="1">'))
+    # The site shows the meaning of a word to somebody who points at it (mkdocs.yml: abbr, content.tooltips)
+    if is_source or address.name == "glossary.md":
+        return markdown
+    return markdown + "".join(f"\n*[{word}]: {meaning.replace('`', '')}" for word, meaning in list_words().items())

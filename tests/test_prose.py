@@ -1,5 +1,7 @@
 """Sentences of README and docs/ are short: docs/prose.py, `make prose`."""
 
+import re
+
 import pytest
 from common import load_docs_program
 
@@ -25,3 +27,13 @@ def test_a_long_sentence_is_found():
         assert not prose.find_long("docs/x.md", text), text
     assert prose.find_long("README.md", f"{words} {words[:29]}.")
     assert not prose.find_long("docs/x.md", f"{words} {words[:29]}.")
+
+
+def test_the_glossary_is_short_and_used():
+    """At most 30 words, each of which other pages use; the site explains those that mean one thing."""
+    words = re.findall(r"^\| ([\w -]+) \| ", PAGES["docs/glossary.md"], re.MULTILINE)[1:]
+    assert 0 < len(words) <= 30
+    others = " ".join(text for name, text in PAGES.items() if name != "docs/glossary.md").lower()
+    assert [word for word in words if len(re.findall(rf"\b{word}", others)) < 2] == []
+    explained = load_docs_program("hook").list_words()
+    assert explained.keys() < set(words)
