@@ -137,7 +137,7 @@ def main() -> None:
     about = harness.about("make bench NAME=batch_norm", ("torch", "transformers"), pairs=arguments.rounds)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
-    harness.write_part(harness.ROOT / "docs" / "exactness.md", "batch norm", part(results))
+    harness.write_part(harness.ROOT / "docs" / "noise-and-batch-norm.md", "batch norm", part(results))
 
 
 def tables(results: dict) -> str:

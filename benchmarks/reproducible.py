@@ -291,7 +291,7 @@ def find_breaks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def describe_grid(results: dict[str, Any]) -> str:
-    """Make the table of the grid, which docs/exactness.md shows, too."""
+    """Make the table of the grid, which docs/noise-and-batch-norm.md shows, too."""
     rows, breaks = results["grid"]["rows"], find_breaks(results["grid"]["rows"])
     lines = [
         [row["program"], row["dtype"], row["cuts"]]
@@ -415,7 +415,7 @@ def main() -> None:
     if "grid" in args.only:
         results["grid"] = {"about": about, "rows": measure_grid(args.work)}
         if args.output == harness.RESULTS / "reproducible":
-            harness.write_part(ROOT / "docs" / "exactness.md", "grid", describe_grid(results))
+            harness.write_part(ROOT / "docs" / "noise-and-batch-norm.md", "grid", describe_grid(results))
     if "cost" in args.only:
         results["cost"] = [measure_cost(name, args.work, args.rounds) for name in COSTS]
         results["digest"] = measure_digest(args.rounds)

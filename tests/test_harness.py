@@ -22,9 +22,9 @@ RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
     "fault-tolerance": ("docs/fault-tolerance.md", "fault_tolerance", "part"),
-    "batch norm": ("docs/exactness.md", "batch_norm", "part"),
+    "batch norm": ("docs/noise-and-batch-norm.md", "batch_norm", "part"),
     "communication": ("docs/communication.md", "communication", "part"),
-    "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
+    "grid": ("docs/noise-and-batch-norm.md", "reproducible", "describe_grid"),
     "language models": ("docs/planner.md", "language_models", "describe"),
     "loops": ("docs/exactness.md", "loops", "part"),
     "memory": ("docs/planner.md", "memory", "describe"),
