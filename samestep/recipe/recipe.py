@@ -118,7 +118,7 @@ class Recipe:
     num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
 
     batch_schedule: Growth | None = setting(
-        f"a batch that grows to global_batch_size: {Growth.EXAMPLES} (docs/batch-size.md); null: it stays"
+        f"a batch that grows to global_batch_size: {Growth.EXAMPLES} (docs/growing-batch.md); null: it stays"
     )
     communication: Algorithm | None = setting(
         f"another algorithm, which sends less than a gradient every step: {Algorithm.EXAMPLES} (docs/communication.md); "
