@@ -129,7 +129,7 @@ CASES = [  # rule, line, program, what is other than right
     ("SA403", 14, ACCELERATE, {"more": ""}),
     ("SA501", 9, INNER, {"head": "pass"}),
     ("SA502", 3, SAMPLER, {"told": "pass"}),
-    ("SA503", 7, TWICE, {"sampler": "DistributedSampler"}),
+    ("SA503", 6, TWICE, {"sampler": "DistributedSampler"}),
     ("SA601", 4, TRAINER, {"k": ", gradient_accumulation_steps=4"}),
     ("SA701", 7, REPORT, {"added": "loss.item()", "divisor": "len(loader)"}),
 ]

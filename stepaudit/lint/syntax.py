@@ -73,6 +73,13 @@ def targets_of(node: Node) -> Iterator[ast.expr]:
             yield target.value if isinstance(target, ast.Starred) else target
 
 
+def _is_plain(node: Node, name: str) -> bool:
+    """Tell whether an assignment gives a name a whole value: no part of a tuple, nothing added."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    is_assignment = isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None
+    return is_assignment and any(dotted(target) == name for target in targets)
+
+
 class Source:
     """A program's syntax tree, with what is looked up in it often.
 
@@ -150,11 +157,7 @@ class Source:
 
     def values(self, name: str, near: Node) -> list[ast.expr]:
         """List what a name is assigned by plain assignments near a node."""
-        return [
-            node.value
-            for node in self.assignments(name, near)
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None
-        ]
+        return [node.value for node in self.assignments(name, near) if _is_plain(node, name)]
 
     def calls_of(self, pattern: str, inside: Node | None = None) -> list[ast.Call]:
         """List the calls whose dotted name matches a pattern as a whole, those inside a node only if one is given."""

@@ -16,7 +16,7 @@ LOADER = re.compile(r"load|(^|_)dl$|(^|_)iter$|batch|data", re.IGNORECASE)
 SYNC = re.compile(r"sync_gradients|is_(last|update)|(do|should|need)\w*_(step|update|sync)|update_grad", re.IGNORECASE)
 
 ACCUMULATE, GUARDED, INNER = "accumulate", "guarded", "inner"
-"""Kinds of windows, by how they end: Accelerate says it; the optimizer's step stands behind a condition; behind an inner loop."""
+"""Kinds of windows, by their end: Accelerate says it; the optimizer's step stands behind a condition; behind an inner loop."""
 
 
 @dataclasses.dataclass
