@@ -15,7 +15,7 @@ from stepaudit.lint.reading import lint_text
 from stepaudit.lint.rules import RULES
 
 GUARDED = """
-import torch.nn.functional as F
+import torch.nn.functional as F; scheduler = StepLR(optimizer, {length})
 for epoch in range(2):
     for i, (x, y) in enumerate(loader):
         {head}
@@ -89,7 +89,7 @@ while True:
 """
 RIGHT = {
     GUARDED: {
-        "head": "pass", "loss": "", "divided": "/ k", "behind": "pass", "step": "",
+        "head": "pass", "loss": "", "divided": "/ k", "behind": "pass", "step": "", "length": "30",
         "test": "(i + 1) % k == 0 or i + 1 == len(loader)",
     },
     ACCELERATE: {
@@ -138,6 +138,9 @@ SILENT = [
     (GUARDED, {"behind": "loss.item()", "step": "clip_grad_norm_(model.parameters(), 1.0); "}),
     (GUARDED, {"step": "ema.update(model); scheduler.step(); "}),
     (GUARDED, {"test": "True"}),
+    (GUARDED, {"behind": "scheduler.step()", "length": "len(loader)"}),
+    (GUARDED, {"behind": "scheduler.step()", "length": "args.steps * accum_steps"}),
+    (ACCELERATE, {"length": "args.steps", "end": "steps = args.steps / accelerator.num_processes"}),
     (ACCELERATE, {"behind": "if accelerator.sync_gradients: accelerator.clip_grad_norm_(model.parameters(), 1.0)"}),
     (ACCELERATE, {"k": "1", "divided": " / args.accum", "end": COLLATOR}),
     (ACCELERATE, {"length": "len(loader) * 3 // args.accum", "warmup": "100"}),
@@ -148,6 +151,7 @@ SILENT = [
     (SAMPLER, {"told": "pass", "shuffle": ", shuffle=False"}),
     (TWICE, {}),
     (TRAINER, {}),
+    (TRAINER, {"k": ", gradient_accumulation_steps=4", "more": "); import mymodels; print("}),
     (TRAINER, {"head": "CausalLM", "k": ", gradient_accumulation_steps=4"}),
     (TRAINER, {"k": ", gradient_accumulation_steps=4", "more": ", compute_loss_func=mine"}),
     (REPORT, {}),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from stepaudit.lint import losses
+from stepaudit.lint.programs import counts_micro_batches
 from stepaudit.lint.syntax import Node, Source, dotted, keyword, last_name, names_in, receiver_of, targets_of
 from stepaudit.lint.windows import (
     ACCUMULATE,
@@ -111,8 +112,9 @@ def _check_inside(source: Source, window: Window, call: ast.Call) -> Found:
             yield "SA202", call, f"{dotted(call.func)}()", where
     elif name in ("step", "update") and AVERAGE.fullmatch(receiver) and call.lineno > window.backward.lineno:
         yield "SA203", call, f"{dotted(call.func)}()", where
-    elif name == "step" and "sched" in receiver.lower() and receiver.lower() not in ("noise_scheduler",):
-        if window.kind != ACCUMULATE or _is_unprepared(source, receiver_of(call)):
+    elif name == "step" and "sched" in receiver.lower() and not call.args:
+        is_loose = window.kind != ACCUMULATE or _is_unprepared(source, receiver_of(call))
+        if is_loose and not counts_micro_batches(source, receiver_of(call)):
             yield "SA403", call, f"{dotted(call.func)}()", where
     elif call in window.steps and window.kind == ACCUMULATE and _is_unprepared(source, receiver_of(call)):
         yield "SA204", call, f"{dotted(call.func)}()", where

@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 
 from stepaudit.lint.losses import FUNCTION, find_module
 from stepaudit.lint.syntax import LOOPS, Node, Source, dotted, keyword, last_name, names_in
@@ -18,6 +19,11 @@ HEADS = re.compile(
 )
 """Heads nearly all of which Trainer leaves k times too large, as measured: docs/state-of-the-step.md."""
 TRAINERS = ("Trainer", "Seq2SeqTrainer")
+KNOWN = sys.stdlib_module_names | set(
+    """accelerate bitsandbytes datasets evaluate huggingface_hub matplotlib nltk numpy pandas peft PIL scipy sacrebleu seqeval
+    sklearn tokenizers torch torchaudio torchvision tqdm transformers wandb""".split()
+)
+"""Packages that give AutoModel no heads of their own."""
 MOST_DEPTH = 6
 
 
@@ -55,7 +61,7 @@ def _check_lengths(source: Source, made: ast.Call, prepare: ast.Call, windows: l
         counts_batches = _counts_batches(source, parts, prepare)
         if accumulates and (_is_multiplied_by_k(parts) or (counts_batches and not _is_divided_by_k(parts))):
             yield "SA402", value, detail, where
-        elif not SHARED.search(text) and not counts_batches:
+        elif not (SHARED.search(text) or counts_batches or _is_shared_elsewhere(source, value, lengths.values())):
             yield "SA401", value, detail, "on several processes"
 
 
@@ -67,6 +73,42 @@ def _resolve(source: Source, value: ast.expr, depth: int = 0) -> Iterator[ast.ex
             for found in source.values(name, value):
                 if found is not value and found.lineno <= value.lineno:
                     yield from _resolve(source, found, depth + 1)
+
+
+def _is_shared_elsewhere(source: Source, value: ast.expr, lengths: Iterable[ast.expr]) -> bool:
+    """Tell whether the program multiplies a length by N somewhere, or divides one of them: then they count ticks."""
+    own, all_names = _full_names(value), {name for length in lengths for name in _full_names(length)}
+    for node in source.nodes:
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                names = own
+            case ast.BinOp(left=left, op=ast.Div() | ast.FloorDiv(), right=right):
+                names = all_names
+            case _:
+                continue
+        if dotted(left) in names and SHARED.search(dotted(right)):
+            return True
+    return False
+
+
+def _full_names(node: ast.expr) -> set[str]:
+    """Collect the dotted names of an expression without their beginnings: `args.steps`, not `args`."""
+    names = names_in(node)
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+
+def counts_micro_batches(source: Source, scheduler: ast.expr) -> bool:
+    """Tell whether a scheduler's length is, or may be, that of all micro-batches, so that it ticks at each of them rightly."""
+    made = [value for value in source.values(dotted(scheduler), scheduler) if isinstance(value, ast.Call)]
+    for call in made:
+        lengths = [*call.args[1:], *(word.value for word in call.keywords)]
+        parts = [part for length in lengths for part in _resolve(source, length)]
+        is_len = any(
+            isinstance(node, ast.Call) and dotted(node.func) == "len" for part in parts for node in ast.walk(part)
+        )
+        if (is_len and not _is_divided_by_k(parts)) or any(_is_multiplied_by_k([length]) for length in lengths):
+            return True
+    return not made
 
 
 def _is_multiplied_by_k(parts: list[ast.expr]) -> bool:
@@ -142,6 +184,8 @@ def _trains_for_epochs(source: Source) -> bool:
 
 def check_trainers(source: Source) -> Found:
     """Ask whether Trainer gets a head that it does not divide for."""
+    if not all(name.partition(".")[0] in KNOWN for name in source.imported):
+        return
     made = [call for call in source.calls if last_name(call.func) in TRAINERS]
     if not made or source.has(r"compute_loss|num_items_in_batch") or not source.has(r"\btransformers\b"):
         return

@@ -169,6 +169,17 @@ class Source:
         return re.search(pattern, self.text) is not None
 
     @functools.cached_property
+    def imported(self) -> set[str]:
+        """Dotted names of the modules that the program imports; a dot in front for those beside it."""
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add("." * node.level + (node.module or ""))
+        return found
+
+    @functools.cached_property
     def flags(self) -> list[str]:
         """Names of the flags that the program adds to an argparse parser, without their dashes."""
         words = [
