@@ -73,6 +73,10 @@ def targets_of(node: Node) -> Iterator[ast.expr]:
             yield target.value if isinstance(target, ast.Starred) else target
 
 
+def _arguments(function: ast.FunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
 def _is_plain(node: Node, name: str) -> bool:
     """Tell whether an assignment gives a name a whole value: no part of a tuple, nothing added."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -148,12 +152,15 @@ class Source:
         return self._changed[loop]
 
     def assignments(self, name: str, near: Node) -> list[Node]:
-        """List the assignments to a name in the scope of a node, or else in the module, or else anywhere in the file."""
+        """List the assignments to a name in the scope of a node, or else in one around it; of an attribute anywhere."""
         found = self.assigned.get(name, [])
-        for scope in (self.scope(near), self.tree):
+        scopes = [outer for outer in self.ancestors(near) if isinstance(outer, SCOPES)]
+        for scope in scopes:
             if here := [node for node in found if self.scope(node) is scope]:
                 return here
-        return found
+            if isinstance(scope, ast.FunctionDef) and name in {argument.arg for argument in _arguments(scope)}:
+                return []
+        return found if "." in name else []
 
     def values(self, name: str, near: Node) -> list[ast.expr]:
         """List what a name is assigned by plain assignments near a node."""
