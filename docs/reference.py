@@ -27,6 +27,8 @@ from samestep._internals.library_output import quiet_libraries
 from samestep.errors import exit_code
 from samestep.recipe.catalog import TASKS
 from samestep.recipe.recipe import VARIANTS, Recipe
+from stepaudit.lint.formats import anchor
+from stepaudit.lint.rules import CUTS, HEAD, NOTHING, PROCESSES, RULES
 from stepplan.hardware import load_device, names_by_memory
 
 DOCS = Path(__file__).resolve().parent
@@ -191,6 +193,26 @@ def run(command: str) -> tuple[int, str]:
     return code, output.getvalue()
 
 
+def lint_rules() -> str:
+    """Write a section for each rule of the lint, and a list of them in front."""
+    sure = {
+        CUTS: "an audit of two cuts",
+        PROCESSES: "an audit on one and two processes",
+        HEAD: "`samestep check-model`, or an audit of two cuts",
+        NOTHING: "nothing that runs: the step itself does not show it",
+    }
+    lines = ["| rule | | |", "|---|---|---|"]
+    lines += [
+        f"| [{code}](#{anchor(code)}) | {rule.name} | {'note' if rule.is_harmless else 'fault'} |"
+        for code, rule in RULES.items()
+    ]
+    for code, rule in RULES.items():
+        symptom = f"{rule.symptom[0].upper()}{rule.symptom[1:]}."
+        lines += ["", f"### {code} {rule.name}", "", symptom, "", f"**Do:** {rule.cure}."]
+        lines += ["", f"**To be sure:** {sure[rule.confirmed_by]}."]
+    return "\n".join(lines)
+
+
 TASK_PAGES = {
     "bert_pretraining": "docs/pretraining-bert.md",
     "modernbert_pretraining": "docs/pretraining-bert.md",
@@ -214,6 +236,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/support.md", "support"): support.support,
     ("docs/support.md", "communication"): support.communication,
     ("docs/support.md", "rules"): support.rules,
+    ("docs/lint.md", "rules"): lint_rules,
     ("docs/hardware.md", "launch files"): support.launch_files,
     **{(page, task): functools.partial(support.make_catalog, task) for task, page in TASK_PAGES.items()},
 }

@@ -1,13 +1,18 @@
-"""`python -m stepaudit --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS` audits a program under several layouts."""
+"""`python -m stepaudit --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS` audits a program; `lint FILES` only reads programs."""
 
 import sys
 
 from stepaudit.errors import UsageError
-from stepaudit.script import audit_script
 
 
 def main() -> int:
-    """Audit the program; the exit code is 0 (exact), 1 (a fault is named), 2 (bad usage) or 3 (the audit itself failed)."""
+    """Audit a program, or lint files: exit code 0 (exact), 1 (a fault is named), 2 (bad usage) or 3 (the audit failed)."""
+    if sys.argv[1:2] == ["lint"]:
+        from stepaudit.lint.command import main as lint  # here: it needs nothing of the audit
+
+        return lint(sys.argv[2:])
+    from stepaudit.script import audit_script
+
     try:
         return audit_script(sys.argv[1:])
     except UsageError as error:

@@ -314,7 +314,7 @@ def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
     assert f"  {name} list\n" in read_output()
     assert read_output("plan", "--help").startswith(f"usage: {name} plan RECIPE ")
     assert read_output("audit-script", "--help").startswith(f"usage: {name} audit-script ")
-    assert read_output("lits") == f"ERROR: {name} lits: did you mean list?\n"
+    assert read_output("lits") == f"ERROR: {name} lits: did you mean list or lint?\n"
     assert f"see {name} plan --help" in read_output("plan", "bert_base", "--on")
     assert read_output("audit-script").startswith(f"ERROR: {name} audit-script: the program is missing")
 
@@ -338,8 +338,8 @@ def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
         ("plan --on 4xt4 bert_base", "it needs a recipe as its first word"),
         (
             "--on 4xt4",
-            "recipes --on: valid names: advise, audit-script, chat, check-model, compare, launch, list, plan, scale, show, "
-            "show-data, watch",
+            "recipes --on: valid names: advise, audit-script, chat, check-model, compare, launch, lint, list, plan, scale, "
+            "show, show-data, watch",
         ),
         ("audit-script --step 3 -- a.py", "unexpected '--step': did you mean --steps or --stop?; the program"),
         ("audit-script --steps x -- a.py", "argument --steps: invalid int value: 'x'; see recipes audit-script --help"),

@@ -274,7 +274,8 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["python", "-m", "recipes", *argv] | ["samestep" | "accelerate-recipes", *argv]:
             check_own_command(command, argv, monkeypatch, capsys, recorder)
         case ["python", "-m", "stepaudit", *argv]:
-            check_own_command(command, ["audit-script", *argv] if argv else [], monkeypatch, capsys, recorder)
+            words = argv if argv[:1] in ([], ["lint"]) else ["audit-script", *argv]
+            check_own_command(command, words, monkeypatch, capsys, recorder)
         case ["ruff", "format" | "check", "."]:
             pass
         case ["python", "-m", "pytest", *files]:

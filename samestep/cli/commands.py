@@ -154,6 +154,11 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         examples='audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
         '--vary "batch=2,accum=4" -- train.py',
     ),
+    "lint": Command(
+        answered_by="stepaudit.lint.command:lint",
+        summary="read training programs, and point at lines that make the step depend on how the batch is cut",
+        examples="lint train.py\nlint scripts --format sarif",
+    ),
 }
 
 
