@@ -249,18 +249,30 @@ def _is_whole(batch: DrawnBatch, tensors: list[torch.Tensor]) -> bool:
 
 
 def describe_row(row: torch.Tensor) -> list[str]:
-    """Describe a row [any shape] by its shape and three hashes: whole, without padding at its end, without it at its beginning.
+    """Describe a row [any shape] by its shape and hashes: whole, without padding at its end, without it at its beginning.
 
-    Padding is whatever repeats the last entry, or the first one.
+    Padding is whatever repeats the last entry, or the first one. Of a row with several dimensions (frames behind their bands, a
+    picture) further hashes are without padding at the end of each, and of all but the first.
     """
     row = row.detach().cpu()
     if row.ndim == 0 or len(row) < 2:
         return [str(tuple(row.shape)), *[_hash(row)] * 3]
-    flat = row.reshape(len(row), -1)
-    differences = (flat != flat[-1]).any(1).nonzero(), (flat != flat[0]).any(1).nonzero()
-    end = int(differences[0][-1]) + 1 if len(differences[0]) else 0
-    begin = int(differences[1][0]) if len(differences[1]) else len(row)
-    return [str(tuple(row.shape)), _hash(row), _hash(row[:end]), _hash(row[begin:])]
+    ends = [_find_end(row, dimension) for dimension in range(row.ndim)] if row.numel() else [0] * row.ndim
+    flipped = row.flip(0)
+    begin = len(row) - (_find_end(flipped, 0) if row.numel() else 0)
+    parts = [row, row[: ends[0]], row[begin:]]
+    if row.ndim > 1:
+        parts += [row.narrow(dimension, 0, end) for dimension, end in enumerate(ends) if dimension]
+    if row.ndim > 2:
+        parts.append(row[(slice(None), *(slice(0, end) for end in ends[1:]))])
+    return [str(tuple(row.shape)), *map(_hash, parts)]
+
+
+def _find_end(row: torch.Tensor, dimension: int) -> int:
+    """Find where the entries begin that all repeat the last one of a dimension."""
+    entries = row.movedim(dimension, 0).reshape(row.shape[dimension], -1)
+    differences = (entries != entries[-1]).any(1).nonzero()
+    return int(differences[-1]) + 1 if len(differences) else 0
 
 
 def sum_hashes(tensor: torch.Tensor) -> int:

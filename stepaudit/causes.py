@@ -244,6 +244,16 @@ KINDS = {
         "no token that ends a text is trained: the model does not learn to stop",
         "a pad_token that is not the eos_token (collators mask what is padding), and the eos_token inside the trained part",
     ),
+    "media_tokens": Cause(
+        "tokens that stand for a picture or a sound are trained, as if they were words",
+        "labels[labels == model.config.image_token_id] = -100 in the collate function, and so of videos and sounds",
+    ),
+    "label_shift": Cause(
+        "labels are shifted twice, or not at all: a place is trained on another token than the next one",
+        "give the model labels at the places of the tokens that they are, as it shifts them itself: a copy of input_ids; of an "
+        "encoder and a decoder without the decoder_start_token_id in front, labels = labels[:, 1:], or beside "
+        "decoder_input_ids that are the labels one place later",
+    ),
     "logged_loss": Cause(
         "the logged loss is not the loss of the step (the step itself is not concerned)",
         "log sum over count of the whole step, over all processes",
@@ -255,7 +265,8 @@ KINDS = {
     ),
 }
 CAUSES = {name: cause.text for name, cause in KINDS.items()}
-HARMLESS = {"reductions", "logged_loss", "no_targets", "untrained_stop"}  # for the step: it is the same on every layout
+# For the step, which is the same on every layout
+HARMLESS = {"reductions", "logged_loss", "no_targets", "untrained_stop", "media_tokens", "label_shift"}
 
 
 @dataclasses.dataclass(frozen=True)

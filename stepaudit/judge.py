@@ -329,6 +329,12 @@ def _find_untrained(processes: Processes) -> list[Finding]:
         if num_inputs and not num_labels:
             evidence = f"in the inputs {num_inputs} times, and in no label"
             findings.append(Finding("untrained_stop", f"{len(first.steps)} steps", evidence))
+    micro_steps = list_all_micro_steps(processes)
+    if num_media := sum(m.num_media for m in micro_steps):
+        num_labels = sum(m.num_labels or 0 for m in micro_steps)
+        findings.append(Finding("media_tokens", f"{len(first.steps)} steps", f"{num_media} of {num_labels} labels"))
+    if len(shifts := {m.shift for m in micro_steps}) == 1 and "" not in shifts:
+        findings.append(Finding("label_shift", f"{len(first.steps)} steps", shifts.pop()))
     return findings
 
 

@@ -23,6 +23,8 @@ class MaskReport:
         stops: of each sample, whether a token that ends a text is among its labels.
         has_stops: of each sample, whether such a token is in its input.
         texts: of the first samples, with the trained parts in brackets; empty without a tokenizer that decodes.
+        num_media: trained tokens that stand for a picture or a sound.
+        shift: what `find_shift` says.
     """
 
     num_tokens: list[int]
@@ -30,6 +32,8 @@ class MaskReport:
     stops: list[bool]
     has_stops: list[bool]
     texts: list[str]
+    num_media: int = 0
+    shift: str = ""
 
     @property
     def share(self) -> float:
@@ -43,7 +47,7 @@ class MaskReport:
 
     @property
     def findings(self) -> list[Finding]:
-        """Name what is wrong: `no_targets`, `untrained_stop`; empty if every sample has labels, and one teaches to stop."""
+        """Name what is wrong: `no_targets`, `untrained_stop`, `media_tokens`, `label_shift`."""
         findings, rows = [], self.untrained_samples
         if rows:
             places = ", ".join(map(str, rows[:5])) + ("..." if len(rows) > 5 else "")
@@ -51,7 +55,9 @@ class MaskReport:
         if len(rows) < len(self.num_trained) and not any(self.stops):
             where = f"in {sum(self.has_stops)} of {len(self.stops)} samples, and a label in none"
             findings.append(Finding("untrained_stop", "", where))
-        return findings
+        if self.num_media:
+            findings.append(Finding("media_tokens", "", f"{self.num_media} of {sum(self.num_trained)} trained tokens"))
+        return findings + ([Finding("label_shift", "", self.shift)] if self.shift else [])
 
     def __str__(self) -> str:
         lines = [
@@ -72,8 +78,8 @@ def report_mask(input_ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -
         input_ids: int64 [samples, length].
         labels: int64 [samples, length], at the places of the tokens that they are (models shift them), -100 where none is
             trained. The first of each row is never predicted, and not counted.
-        tokenizer: with `eos_token_id`, a number or several, and, where it has them, `pad_token_id` and `decode`. Another
-            token ends a turn of some chat templates: give an object with that one.
+        tokenizer: with `eos_token_id`, a number or several, and, where it has them, `pad_token_id`, `decode` and
+            `image_token_id`. Another token ends a turn of some chat templates: give an object with that one.
 
     Returns:
         The report, which can be printed.
@@ -105,6 +111,8 @@ def report_mask(input_ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -
         stops=torch.isin(labels, torch.tensor(stop_ids)).any(1).tolist(),
         has_stops=is_stop.any(1).tolist(),
         texts=texts,
+        num_media=count_tokens(labels, read_media_ids(tokenizer)),
+        shift=find_shift(input_ids, labels),
     )
 
 
@@ -114,6 +122,44 @@ def read_stop_ids(owner: Any) -> list[int]:
     if isinstance(value, Iterable):
         return [int(number) for number in value]
     return [] if value is None else [int(value)]
+
+
+def read_media_ids(owner: Any) -> list[int]:
+    """Read the tokens that stand for a picture, a video or a sound from a tokenizer or a model's config."""
+    names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    values = {getattr(owner, name, None) for name in names}
+    return sorted(value for value in values if isinstance(value, int) and value >= 0)
+
+
+def count_tokens(tokens: torch.Tensor, ids: list[int]) -> int:
+    """Count the tokens that are one of `ids`."""
+    return int(torch.isin(tokens, torch.tensor(ids, device=tokens.device)).sum()) if ids else 0
+
+
+def find_shift(inputs: torch.Tensor, labels: torch.Tensor, is_shifted: bool = False) -> str:
+    """Say what a place is trained on, where that is another token than the next one; empty: it is, or it cannot be told.
+
+    Args:
+        inputs: int64 [samples, length], of a decoder.
+        labels: int64 [samples, length], -100 where none is trained.
+        is_shifted: whether the inputs are one place later than the labels, as of a decoder behind an encoder.
+    """
+    if inputs.shape != labels.shape or labels.ndim != 2 or labels.shape[1] < 3:
+        return ""
+    right = int(is_shifted)
+
+    def fits(places: int) -> bool:
+        """Tell whether each trained label is the input so many places behind it, where there is one."""
+        own = labels[:, max(0, -places) : labels.shape[1] - max(0, places)]
+        other = inputs[:, max(0, places) : inputs.shape[1] + min(0, places)]
+        is_trained = own != IGNORED
+        return bool(is_trained.any() and (own == other)[is_trained].all())
+
+    if fits(right):
+        return ""
+    if fits(right + 1):
+        return "each place is trained on the token behind the next one"
+    return "each place is trained on the token that it reads" if fits(right - 1) else ""
 
 
 def _mark(tokenizer: Any, ids: torch.Tensor, is_trained: torch.Tensor) -> str:

@@ -8,10 +8,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepaudit._internals import tree_leaves
 from stepaudit.batches import describe_row, sum_hashes, to_plain
-from stepaudit.masks import read_stop_ids
+from stepaudit.masks import count_tokens, find_shift, read_media_ids, read_stop_ids
 from stepaudit.recording import MicroStep
 
 MAX_TENSORS, MAX_NUMBERS = 4, 10**6  # that are described beside the first one, and their largest size
+SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of models that shift labels themselves."""
 Call = tuple[nn.Module, tuple, dict]
 """A call of a module: the module, its arguments, and those that are given by name."""
 
@@ -55,7 +57,11 @@ def _describe_inputs(
         if other_labels:  # BERT's next_sentence_label: another term, with another count
             micro_step.counts = [int((targets != -100).sum()) for targets in (labels, *other_labels)]
         micro_step.num_shifted = int((labels[..., 1:] != -100).sum()) if labels.ndim > 1 else None
-        stop_ids = read_stop_ids(getattr(unwrap(module), "config", None))
+        config = getattr(unwrap(module), "config", None)
+        micro_step.num_media = count_tokens(labels[..., 1:], read_media_ids(config))
+        if "labels" in named_inputs and type(unwrap(module)).__name__.endswith(SHIFTING):
+            micro_step.shift = _find_shift(named_inputs, config)
+        stop_ids = read_stop_ids(config)
         inputs = named_inputs.get("input_ids")
         if stop_ids and isinstance(inputs, torch.Tensor):
             micro_step.num_stops = [
@@ -64,6 +70,19 @@ def _describe_inputs(
     micro_step.denominators = _find_denominators(first_tensor, batch)
     if named_inputs.get("num_items_in_batch") is not None:
         micro_step.num_items = float(named_inputs["num_items_in_batch"])
+
+
+def _find_shift(named_inputs: dict, config: Any) -> str:
+    """Say how labels that a model is given are shifted against what its decoder reads; empty: rightly, or it is unknown."""
+    labels, inputs = named_inputs["labels"], named_inputs.get("decoder_input_ids")
+    if getattr(config, "is_encoder_decoder", False):
+        start = getattr(config, "decoder_start_token_id", None)
+        if inputs is not None:
+            return find_shift(inputs, labels, is_shifted=True)
+        is_start = labels.ndim == 2 and start is not None and bool((labels[:, 0] == start).all())
+        return "labels begin with decoder_start_token_id, which the model puts in front of them" if is_start else ""
+    inputs = named_inputs.get("input_ids")
+    return find_shift(inputs, labels) if isinstance(inputs, torch.Tensor) else ""
 
 
 def _describe_others(micro_step: MicroStep, tensors: list[torch.Tensor], batch: Any) -> None:

@@ -6,9 +6,10 @@
 - The model: a copy of it is computed again, on rows of the micro-batch that the model was given (`entrance.py`).
 """
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +31,29 @@ EXPERT_NAME = re.compile(r"rout|gat(e|ing)\b|expert|moe|switch", re.IGNORECASE)
 Fact = list[str]  # cause, where
 Activation = tuple[str, nn.Module, torch.Tensor]
 Grad = Callable[..., Sequence[torch.Tensor | None]]
+
+
+class _Padding(NamedTuple):
+    """Padding of a tensor's rows.
+
+    Attributes:
+        dimension: in which it is.
+        width: size of that dimension.
+        lengths: int64 [rows], entries of each row that are no padding.
+        is_left: whether the padding is in front of them.
+        may_cut: whether all dimensions of this size are of it, as far as is known.
+    """
+
+    dimension: int
+    width: int
+    lengths: torch.Tensor
+    is_left: bool
+    may_cut: bool
+
+    def is_outside(self) -> torch.Tensor:
+        """Tell which positions are padding: bool [rows, width]."""
+        positions = torch.arange(self.width)
+        return (positions.flip(0) if self.is_left else positions) >= self.lengths[:, None]
 
 
 def is_shared(module: nn.Module) -> bool:
@@ -272,12 +296,17 @@ def ask_model(
         return None, "a micro-batch has one row"
     if (num_numbers := sum(parameter.numel() for parameter in module.parameters())) > MAX_PARAMETERS:
         return None, f"it has {num_numbers:,} parameters"
-    reason = ""
-    for dtype in (torch.float64, torch.float32):
+    reason, num_paddings = "", 0
+    # Numbers that are 0 may be no padding, and a model may need all of them (a picture with a black margin)
+    for dtype, cuts_numbers in itertools.product((torch.float64, torch.float32), (True, False)):
+        selection = _RowSelection(args, kwargs, num_rows, dtype, find_pad_id(module), cuts_numbers)
+        if not cuts_numbers and len(selection.paddings) == num_paddings:
+            continue
+        num_paddings = len(selection.paddings)
         try:
             model = _cast(copy_model(module), dtype)
             with refuse_calls(module):
-                return _ask_copy(model, args, kwargs, output_numbers, num_rows, dtype), ""
+                return _ask_copy(model, selection, output_numbers, num_rows), ""
         except (
             Exception
         ) as error:  # of any kind: the model is somebody's program, and is asked what it was not written for
@@ -286,13 +315,17 @@ def ask_model(
     return None, reason
 
 
-def _ask_copy(
-    model: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int, dtype: torch.dtype
-) -> list[Fact]:
+def find_pad_id(module: nn.Module) -> int:
+    """Find the token that fills a row of tokens: what the model's config says, or else 0."""
+    number = getattr(getattr(module, "config", None), "pad_token_id", None)
+    return number if isinstance(number, int) else 0
+
+
+def _ask_copy(model: nn.Module, selection: "_RowSelection", output_numbers: set[int], num_rows: int) -> list[Fact]:
     for part in model.modules():
         if isinstance(part, Dropout) and type(part).__module__ != Dropout.__module__:
             part.eval()  # a program's own noise may be a function of the sample, which cannot be told here
-    selection, samples = _RowSelection(args, kwargs, num_rows, dtype), range(num_rows)[:MAX_SAMPLES]
+    samples = range(num_rows)[:MAX_SAMPLES]
     findings = find_entrances(model, samples, selection.select, _Objective(output_numbers), TOLERANCE)
     facts = [[finding.cause, finding.where] for finding in findings]
     experts = [title for name, part in model.named_modules() if EXPERT_NAME.search(title := _name_module(name, part))]
@@ -354,27 +387,28 @@ def ask_padding(model: nn.Module, args: tuple, kwargs: dict, outputs: list[torch
     """Tell whether the loss depends on what the model returns at padded positions.
 
     Args:
-        model: one of an encoder and a decoder is not asked: its outputs have the positions of another text than its inputs.
+        model: outputs of one of an encoder and a decoder have the positions of its labels.
         args, kwargs: of the call.
         outputs: tensors that it returned [rows, positions, ...], after the backward, with their gradients.
         num_rows: samples of the micro-batch.
     """
-    selection = _RowSelection(args, kwargs, num_rows, torch.float32)
-    if selection.lengths is None or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        args, kwargs = (), {name: kwargs[name] for name in ("labels", "decoder_input_ids") if name in kwargs}
+    selection = _RowSelection(args, kwargs, num_rows, torch.float32, find_pad_id(model))
+    gradients = [output.grad.detach() for output in outputs if output.grad is not None and output.ndim > 1]
+    return any(_has_gradient(gradient, padding) for padding in selection.paddings for gradient in gradients)
+
+
+def _has_gradient(gradient: torch.Tensor, padding: _Padding) -> bool:
+    """Tell whether the gradient of an output [rows, positions, ...] is other than 0 at positions of padding."""
+    is_outside = padding.is_outside()
+    if gradient.shape[:2] == is_outside.T.shape != is_outside.shape:
+        gradient = gradient.transpose(0, 1)  # [positions, rows, ...]
+    elif padding.dimension < gradient.ndim:
+        gradient = gradient.movedim(padding.dimension, 1)
+    if gradient.shape[:2] != is_outside.shape:
         return False
-    positions = torch.arange(selection.width)
-    if selection.is_left_padded:
-        positions = positions.flip(0)
-    is_padding = positions >= selection.lengths[:, None]  # [rows, width]
-    for gradient in [output.grad for output in outputs if output.grad is not None and output.ndim > 1]:
-        if gradient.shape[:2] == is_padding.T.shape != is_padding.shape:
-            gradient = gradient.transpose(0, 1)  # [positions, rows, ...]
-        if gradient.shape[:2] != is_padding.shape:
-            continue
-        gradients = gradient.detach().reshape(*is_padding.shape, -1).cpu()
-        if (gradients != 0).any(2)[is_padding].any():
-            return True
-    return False
+    return bool((gradient.reshape(*is_outside.shape, -1).cpu() != 0).any(2)[is_outside].any())
 
 
 def _is_sum(model: nn.Module, selection: "_RowSelection", output_numbers: set[int], samples: Sequence[int]) -> bool:
@@ -449,65 +483,72 @@ def find_outputs(value: Any) -> list[torch.Tensor]:
 
 
 class _RowSelection:
-    """Selects rows of the arguments of a call, without the padding that the rows do not need."""
+    """Selects rows of the arguments of a call, without the padding that the rows do not need.
 
-    def __init__(self, args: tuple, kwargs: dict, num_rows: int, dtype: torch.dtype):
+    Args:
+        args, kwargs: of the call.
+        num_rows: samples of the micro-batch.
+        dtype: of its numbers.
+        pad_id: token that fills a row.
+        cuts_numbers: whether numbers that are 0 are padding.
+    """
+
+    def __init__(
+        self, args: tuple, kwargs: dict, num_rows: int, dtype: torch.dtype, pad_id: int = 0, cuts_numbers: bool = True
+    ):
         def detach(leaf: Any) -> Any:
             return _cast(leaf.detach(), dtype) if isinstance(leaf, torch.Tensor) else leaf
 
         self.call = tree_map(detach, (args, _to_dicts(kwargs)))
         self.num_rows = num_rows
-        self.width, self.lengths, self.is_left_padded = self._find_padding()
+        self.paddings = list(self._find_paddings(pad_id, cuts_numbers))
 
     def select(self, rows: Sequence[int], keep_width: bool = False) -> tuple[tuple, dict]:
         """Select rows; `keep_width`: with the padding of the whole batch."""
         indices = torch.as_tensor(list(rows))
-        is_whole = self.lengths is None or keep_width
-        max_length = self.width if is_whole else int(self.lengths[indices].max())
+        cuts = {
+            padding.width: (int(padding.lengths[indices].max()), padding.is_left)
+            for padding in reversed(self.paddings)
+            if padding.may_cut and not keep_width
+        }
 
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != self.num_rows:
                 return leaf
             leaf = leaf[indices.to(leaf.device)]
-            for dimension in range(1, leaf.ndim):
-                if self.lengths is not None and leaf.shape[dimension] == self.width:
-                    leaf = leaf.narrow(dimension, self.width - max_length if self.is_left_padded else 0, max_length)
+            for dimension, width in enumerate(leaf.shape[1:], 1):
+                if width in cuts:
+                    length, is_left = cuts[width]
+                    leaf = leaf.narrow(dimension, width - length if is_left else 0, length)
             return leaf
 
         return tree_map(cut, self.call)
 
-    def _find_padding(self) -> tuple[int, torch.Tensor | None, bool]:
-        """Find the padding by a mask, by tokens that are 0, or by positions whose numbers are all 0.
-
-        Returns:
-            Width of the rows; number of tokens of each row that are no padding, int64 [rows], None if that cannot be seen;
-            whether the padding is on the left.
-        """
-        leaves = [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor) and leaf.ndim in (2, 3)]
+    def _find_paddings(self, pad_id: int, cuts_numbers: bool) -> Iterator[_Padding]:
+        """Find padding by masks, by tokens that fill rows, and by positions whose numbers are all 0."""
+        leaves = [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
         rows = [leaf for leaf in leaves if len(leaf) == self.num_rows and leaf.shape[1] > 1 and not leaf.is_complex()]
-        masks = [
-            leaf
-            for leaf in rows
-            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.max() == 1 and leaf.min() == 0
-        ]
-        tokens = [leaf for leaf in rows if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.max() > 1]
-        numbers = [leaf for leaf in rows if leaf.ndim == 3 and leaf.is_floating_point()]
-        for is_real in (
-            *(mask.bool() for mask in masks),
-            *(leaf != 0 for leaf in tokens),
-            *((leaf != 0).any(2) for leaf in numbers),
-        ):
-            # is_real [rows, width]: a row is padded behind its last real position, or before its first one.
-            width, positions = is_real.shape[1], torch.arange(is_real.shape[1], device=is_real.device)
-            ends = torch.where(is_real, positions + 1, 0).max(1).values.cpu()
-            begins = torch.where(is_real, positions, width).min(1).values.cpu()
-            if (ends == 0).any():
-                continue
-            if (ends < width).any():
-                return width, ends, False
-            if (begins > 0).any():
-                return width, width - begins, True
-        return 0, None, False
+        whole = [leaf for leaf in rows if leaf.ndim == 2 and not leaf.is_floating_point()]
+        masks = [leaf.bool() for leaf in whole if leaf.max() == 1 and leaf.min() == 0]
+        for is_real in [*masks, *(leaf != pad_id for leaf in whole if leaf.max() > 1)]:
+            yield from _find_padding(is_real, 1, True)
+        for leaf in (leaf for leaf in rows if leaf.ndim > 2 and leaf.is_floating_point() and cuts_numbers):
+            for dimension in range(1, leaf.ndim):
+                is_real = (leaf != 0).movedim(dimension, 1).flatten(2).any(2)
+                # The longest row of a micro-batch has none; a side of a square picture has the other's size
+                if (leaf.ndim, dimension) == (3, 1) or is_real[:, -1].any():
+                    yield from _find_padding(is_real, dimension, list(leaf.shape).count(is_real.shape[1]) == 1)
+
+
+def _find_padding(is_real: torch.Tensor, dimension: int, may_cut: bool) -> Iterator[_Padding]:
+    """Find the padding of bool [rows, width]: no row is empty, and some end, or begin, with what is not real."""
+    width, positions = is_real.shape[1], torch.arange(is_real.shape[1], device=is_real.device)
+    ends = torch.where(is_real, positions + 1, 0).max(1).values.cpu()
+    begins = torch.where(is_real, positions, width).min(1).values.cpu()
+    if not (ends == 0).any() and (ends < width).any():
+        yield _Padding(dimension, width, ends, False, may_cut)
+    elif not (ends == 0).any() and (begins > 0).any():
+        yield _Padding(dimension, width, width - begins, True, may_cut)
 
 
 def _to_dicts(kwargs: dict) -> dict:

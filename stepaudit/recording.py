@@ -25,10 +25,12 @@ class MicroStep:
         digests: hashes of the samples before they were collated, if these could be seen; else None.
         epoch: how many times the program had begun the dataset before; None if no DataLoader made the batch.
         num_rows: samples given to the model; None if unknown.
-        rows: for each sample the shape and three hashes of its row in the first tensor that the model was given: whole, and
-            without the padding on the right or on the left; None if unknown.
+        rows: for each sample the shape and hashes of its row in the first tensor that the model was given: whole, and without
+            padding (`describe_row`); None if unknown.
         num_labels: labels that are not -100, None if unknown; `num_shifted`: without the first label of each row.
         num_stops: labels that end a text, and such tokens in the input; None if unknown.
+        num_media: labels that stand for a picture or a sound.
+        shift: what `masks.find_shift` says of the labels that the model was given.
         num_items: the `num_items_in_batch` that the model was given.
         counts: [terms], targets of each loss term, where these are known.
         denominators: other numbers by which a mean may have been divided: name -> number.
@@ -57,6 +59,8 @@ class MicroStep:
     num_labels: int | None = None
     num_shifted: int | None = None
     num_stops: list[int] | None = None
+    num_media: int = 0
+    shift: str = ""
     num_items: float | None = None
     counts: list[int] | None = None
     denominators: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -13,6 +13,7 @@ from stepplan.hardware import Device, Hardware
 from stepplan.memory import Memory, count_trained
 from stepplan.methods import Fit
 from stepplan.placement import Placement
+from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 from stepplan.workload import Workload
 
@@ -42,7 +43,7 @@ def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict
 
     The error is None where the model has no formula, because then the plan is made of a trace.
     """
-    has_formula = isinstance(workload.model, Transformer | Decoder | ConvNet)
+    has_formula = isinstance(workload.model, Transformer | Decoder | ConvNet | EncoderDecoder)
     planned = workload.memory(layout, **options | {"sharded": False}).total if has_formula else None
     peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}

@@ -9,10 +9,11 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
 from samestep.recipe.settings import ACTIVATIONS
-from stepplan import convnet, transformer
+from stepplan import convnet, seq2seq, transformer
+from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 
-Model = Transformer | convnet.ConvNet
+Model = Transformer | convnet.ConvNet | EncoderDecoder
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -40,6 +41,7 @@ CLASSES = {
     "bert": "BertForMaskedLM",
     "roberta": "RobertaForMaskedLM",
     "modernbert": "ModernBertForMaskedLM",
+    "deberta": "DebertaForMaskedLM",
     "deberta-v2": "DebertaV2ForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
     "resnet": "ResNetForImageClassification",
@@ -52,10 +54,19 @@ IMAGE = 224
 
 def has_formula(config: Mapping[str, Any]) -> bool:
     """Tell whether `model_from_config` has a formula for the configuration's class."""
+    if is_seq2seq(config):
+        return True
     kind, width = find_class(config), config.get("hidden_size")
     # A DeBERTa may have a convolution, and an embedding of another width
     is_plain = not config.get("conv_kernel_size") and config.get("embedding_size") in (None, width)
-    return kind in _SHAPES and (is_plain or not kind.startswith("Deberta"))
+    return kind in _SHAPES and (is_plain or not kind.startswith("Deberta")) and not config.get("talking_head")
+
+
+def is_seq2seq(config: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration is of an encoder and a decoder with a head over the vocabulary."""
+    kind = find_class(config)
+    is_generator = kind == "?" or kind.endswith(("ForConditionalGeneration", "MTModel"))
+    return config.get("model_type") in seq2seq.KINDS and is_generator
 
 
 def find_class(config: Mapping[str, Any]) -> str:
@@ -72,18 +83,22 @@ def model_from_config(
     *,
     name: str,
     load_defaults: Callable[[str], Mapping[str, Any]] | None = None,
+    target_length: int | None = None,
 ) -> Model:
     """Return the shape of a configuration's model, as its own class computes it: the loss of its head, all logits at once.
 
     Args:
         config: configuration of transformers, for example from `read_config`.
-        length: tokens of a sample; None for images.
+        length: tokens of a sample; None for images; of a sequence-to-sequence model those of its source, which of sounds is
+            not read.
         name: the model's name, for messages.
         load_defaults: loads the defaults of a model_type, called if a field is missing: a configuration may leave out what
             equals them. None: every field must be there.
+        target_length: tokens of a sequence-to-sequence model's target; None: as many as of its source.
 
     Raises:
-        UsageError: a class without a formula, a missing field, a length above the model's number of positions.
+        UsageError: a target for a model without one, a class without a formula, a missing field, a length above the model's
+            number of positions.
     """
     _check(config, name)
     config = {field: value for field, value in config.items() if value is not None}
@@ -91,12 +106,17 @@ def model_from_config(
     if not has_formula(config):
         raise UsageError(
             f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
-            f"formula: known are {', '.join(_SHAPES)}, and decoders such as Llama, Qwen and Gemma; --trace finds its memory "
-            "with torch"
+            f"formula: known are {', '.join(_SHAPES)}, encoders with decoders ({', '.join(seq2seq.KINDS)}), and decoders such "
+            "as Llama, Qwen and Gemma; --trace finds its memory with torch"
         )
+    if target_length is not None and not is_seq2seq(config):
+        raise UsageError(f"target_len is {target_length}, but {name} has no decoder behind an encoder: leave it out")
     is_text = not kind.endswith("ForImageClassification")
     if is_text and length is None:
         raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
+    if is_seq2seq(config):
+        assert length is not None
+        return _load_seq2seq(config, length, target_length or length, name, load_defaults)
     num_positions = config.get("max_position_embeddings", config.get("n_positions"))
     if num_positions is not None and config["model_type"] == "roberta":
         num_positions -= config.get("pad_token_id", 1) + 1  # positions are counted from the one after the padding's
@@ -110,6 +130,32 @@ def model_from_config(
     return model_from_config({**load_defaults(config["model_type"]), **config}, length, name=name)
 
 
+def _load_seq2seq(
+    config: Mapping[str, Any],
+    source_length: int,
+    target_length: int,
+    name: str,
+    load_defaults: Callable[[str], Mapping[str, Any]] | None,
+) -> EncoderDecoder:
+    """Return the shape of a sequence-to-sequence model; as `model_from_config`."""
+    kind = config["model_type"]
+    if load_defaults is not None and not kind.endswith("t5"):
+        config = {**load_defaults(kind), **config} if "d_model" not in config else config
+    lengths = {"seq_len": source_length, "target_len": target_length}
+    limits = {"seq_len": config.get("max_position_embeddings"), "target_len": config.get("max_position_embeddings")}
+    if kind == "whisper":
+        limits = {"target_len": config.get("max_target_positions")}
+    elif kind in seq2seq.UNLIMITED:
+        limits = {}
+    for field, limit in limits.items():
+        if limit is not None and lengths[field] > limit:
+            raise UsageError(f"{field} is {lengths[field]}, but {name} has {limit} positions: use {limit} or less")
+    try:
+        return seq2seq.KINDS[kind](config, source_length, target_length)
+    except KeyError as error:
+        raise UsageError(f"{name}: its configuration has no {error.args[0]}") from None
+
+
 # Field -> its largest value that is accepted, as in recipes.
 SIZES = {
     **dict.fromkeys("vocab_size max_position_embeddings type_vocab_size n_positions num_labels".split(), 2**24),
@@ -117,11 +163,27 @@ SIZES = {
     **dict.fromkeys("n_embd n_head embedding_size".split(), 2**17),
     **dict.fromkeys("intermediate_size n_inner".split(), 2**20),
     **dict.fromkeys("num_hidden_layers n_layer".split(), 10_000),
-    **dict.fromkeys(("num_channels", "image_size", "patch_size"), 2**14),
+    **dict.fromkeys(("num_channels", "image_size", "patch_size", "num_mel_bins"), 2**14),
+    **dict.fromkeys(
+        "d_model d_kv num_heads encoder_attention_heads decoder_attention_heads relative_attention_num_buckets".split(),
+        2**17,
+    ),
+    **dict.fromkeys("d_ff encoder_ffn_dim decoder_ffn_dim".split(), 2**20),
+    **dict.fromkeys("num_layers num_decoder_layers encoder_layers decoder_layers".split(), 10_000),
+    **dict.fromkeys("max_source_positions max_target_positions".split(), 2**24),
 }
 LISTS = {"hidden_sizes": 2**17, "depths": 1000}
 MAX_STAGES = 64
-RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop")
+KINDS_OF_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "pos_att_type": ((str, list), "c2p, p2c or both"),
+    "model_type": ((str,), "text"),
+    "feed_forward_proj": ((str,), "an activation, or gated- and one"),
+    "id2label": ((dict,), "a mapping of numbers to names"),
+}
+RATES = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop"),
+    *("dropout_rate", "dropout", "attention_dropout", "activation_dropout"),
+)
 
 
 def _check(config: Mapping[str, Any], name: str) -> None:
@@ -149,12 +211,9 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     for field in ("position_buckets", "max_relative_positions"):
         if config.get(field) is not None and not _is_size(config[field], SIZES["n_positions"], -1):
             refuse(field, config[field], "a whole number from -1")
-    if not isinstance(config.get("pos_att_type") or "", str | list):
-        refuse("pos_att_type", config["pos_att_type"], "c2p, p2c or both")
-    if not isinstance(config["model_type"], str):
-        refuse("model_type", config["model_type"], "text")
-    if not isinstance(config.get("id2label") or {}, dict):
-        refuse("id2label", config["id2label"], "a mapping of numbers to names")
+    for field, (kinds, rule) in KINDS_OF_FIELDS.items():
+        if not isinstance(config.get(field) or kinds[0](), kinds):
+            refuse(field, config[field], rule)
     if config.get("layer_type", "basic") not in ("basic", "bottleneck"):
         refuse("layer_type", config["layer_type"], "basic or bottleneck")
 
@@ -251,6 +310,26 @@ def _deberta_v2(config: Mapping[str, Any], length: int) -> Transformer:
     )
 
 
+def _deberta(config: Mapping[str, Any], length: int) -> Transformer:
+    """Return the shape of a DeBERTa of 2020: as v2, with one matrix of queries, keys and values, and all distances.
+
+    Keys have no bias, nor has the product of distances with queries; each kind of products has a matrix of its own.
+    """
+    h, kinds = config["hidden_size"], config.get("pos_att_type") or ()
+    is_relative = bool(config.get("relative_attention"))
+    # v2 counts a matrix and a bias for each kind, and biases of queries, keys and values
+    spare = h + h * ("c2p" in kinds) * is_relative
+    shape = _deberta_v2({**config, "share_att_key": False, "position_buckets": -1, "norm_rel_ebd": "none"}, length)
+    # Normalisations are operations in float32, and queries and values are kept anew when biases are added: fitted to a trace
+    saved = [count + (4 * b + 14) * h for count, b in zip(shape.layer.saved_bytes, (4, 2), strict=True)]
+    layer = shape.layer._replace(num_parameters=shape.layer.num_parameters - spare, saved_bytes=(saved[0], saved[1]))
+    span, num_kinds = config.get("max_relative_positions", -1), sum(kind in kinds for kind in ("c2p", "p2c"))
+    span = span if span > 0 else config["max_position_embeddings"]
+    unseen = 2 * max(0, span - length) * num_kinds * is_relative
+    flops = shape.flops_per_sample - 6 * shape.num_layers * length * unseen * h
+    return dataclasses.replace(shape, layer=layer, flops_per_sample=flops)
+
+
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "BertForPreTraining": lambda config, length: transformer.bert(config, length, length),
     "BertForMaskedLM": _masked_language_model,
@@ -259,6 +338,7 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "RobertaForSequenceClassification": _bert_classifier,
     "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),
     "ModernBertForMaskedLM": _modernbert,
+    "DebertaForMaskedLM": _deberta,
     "DebertaV2ForMaskedLM": _deberta_v2,
     "ResNetForImageClassification": _resnet,
     "ViTForImageClassification": _vit,

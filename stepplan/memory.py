@@ -22,9 +22,10 @@ from samestep.recipe.tasks.text_classification import TextClassification
 from stepplan import base_models, convnet, transformer
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder, Tuning
+from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 
-Model = Transformer | Decoder | ConvNet
+Model = Transformer | Decoder | ConvNet | EncoderDecoder
 MOMENTS = {"adamw": 8, "sgd": 4, "adamw_8bit": 2}
 """Bytes per trained parameter that an optimizer remembers: Adam's two moments and SGD's momentum in float32; Adam's in 8 bits,
 to which their scales add 0.03, not counted."""
@@ -32,12 +33,12 @@ to which their scales add 0.03, not counted."""
 
 def count_trained(model: Any) -> int:
     """Count the parameters that have gradients and moments: all, but of adapters on frozen weights only the adapters."""
-    return model.num_trained if isinstance(model, Decoder) else model.num_parameters
+    return int(getattr(model, "num_trained", model.num_parameters))
 
 
 def count_weight_bytes(model: Any) -> int:
-    """Count the bytes of all weights as they are kept: float32, but where `Decoder.method` says another."""
-    return model.weight_bytes if isinstance(model, Decoder) else 4 * model.num_parameters
+    """Count the bytes of all weights as they are kept: float32, but where a model's `method` says another."""
+    return int(getattr(model, "weight_bytes", 4 * model.num_parameters))
 
 
 def model_from_recipe(recipe: Recipe) -> Model:
@@ -255,7 +256,7 @@ def planned_memory(
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     parts = (num_shards or layout.num_processes) if sharded else 1
     trained = -(-count_trained(model) // parts)
-    weights = -(-model.weight_bytes // parts) if isinstance(model, Decoder) else 4 * trained
+    weights = -(-count_weight_bytes(model) // parts)
     options: dict[str, Any] = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
     if sharded:
         options |= {

@@ -16,6 +16,7 @@ from samestep.printing import format_count
 from stepplan.decoder import Decoder
 from stepplan.hardware import Device, Hardware
 from stepplan.memory import Model, count_trained, gathered_bytes
+from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 
 BUCKET = 25 * 2**20
@@ -225,7 +226,9 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
-    count_bytes = model.traffic_bytes if isinstance(model, Transformer | Decoder) else model.saved_bytes
+    count_bytes = (
+        model.traffic_bytes if isinstance(model, Transformer | Decoder | EncoderDecoder) else model.saved_bytes
+    )
     return Work(
         flops=model.flops_per_sample,
         saved_bytes=count_bytes(autocast=mixed_precision != "no"),
@@ -234,14 +237,14 @@ def count_work(model: Model, mixed_precision: str) -> Work:
         kernels_per_layer=model.kernels_per_layer,
         num_logits=model.num_logits,
         num_trained=count_trained(model),
-        forward_share=model.forward_share if isinstance(model, Decoder) else 1 / 3,
+        forward_share=getattr(model, "forward_share", 1 / 3),
         attention=_count_attention(model) if mixed_precision != "no" else None,
     )
 
 
 def _count_attention(model: Model) -> Attention | None:
     """Count the work of a fused kernel; None: the model stores its scores, or has no formula."""
-    if not isinstance(model, Transformer | Decoder) or model.stores_scores:
+    if not isinstance(model, Transformer | Decoder | EncoderDecoder) or model.stores_scores:
         return None
     return Attention(
         model.attention_flops, model.sequence_length, model.head_size, model.is_causal, model.attention_kernel

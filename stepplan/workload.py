@@ -29,6 +29,7 @@ from stepplan.memory import (
     planned_memory,
 )
 from stepplan.peers import Elsewhere
+from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 
 UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16, "muon": 40}
@@ -190,7 +191,7 @@ def set_kernels(workload: Workload, *, compiled: bool, attention_kernel: str | N
     """
     if not compiled and attention_kernel is None:
         return workload
-    if not isinstance(workload.model, Transformer | Decoder):
+    if not isinstance(workload.model, Transformer | Decoder | EncoderDecoder):
         flag = "compiled" if compiled else "attention_kernel"
         raise UsageError(f"{flag} is given, but the time of {workload.name} is planned without it: leave it out")
     if attention_kernel is not None and workload.model.eager_attention:
@@ -202,7 +203,7 @@ def set_kernels(workload: Workload, *, compiled: bool, attention_kernel: str | N
 def _set_attention(model: Model, attention: str, name: str) -> Model:
     if attention == "sdpa":
         return model
-    if not isinstance(model, Transformer | Decoder):
+    if not isinstance(model, Transformer | Decoder | EncoderDecoder):
         raise UsageError(f"attn_implementation is {attention}, but {name} has no attention: leave it out")
     return dataclasses.replace(model, eager_attention=True)
 

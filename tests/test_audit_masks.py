@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from stepaudit import report_mask
 from stepaudit.errors import UsageError
 from stepaudit.judge import compare, find_faults
+from stepaudit.masks import find_shift
 from stepaudit.record import Recorder
 
 PAD, STOP = 0, 1
@@ -54,6 +55,37 @@ def test_a_stop_token_that_is_never_trained_is_named():
     assert [finding.cause for finding in report.findings] == ["no_targets", "untrained_stop"]
     assert report.findings[1].evidence == "in 3 of 3 samples, and a label in none"
     assert report.texts == []
+
+
+def test_labels_that_stand_for_pictures_are_named():
+    tokenizer = SimpleNamespace(eos_token_id=STOP, image_token_id=9)
+    (finding,) = report_mask(INPUT_IDS, make_labels("..xx.", "..xxx", ".xx.."), tokenizer).findings
+    assert (finding.cause, finding.evidence) == ("media_tokens", "2 of 7 trained tokens")
+
+
+@pytest.mark.parametrize(
+    ("places", "is_shifted", "text"),
+    [
+        (0, False, ""),
+        (1, False, "each place is trained on the token behind the next one"),
+        (-1, False, "each place is trained on the token that it reads"),
+        (2, False, ""),
+        (1, True, ""),
+        (2, True, "each place is trained on the token behind the next one"),
+        (0, True, "each place is trained on the token that it reads"),
+    ],
+)
+def test_labels_at_other_places_are_named(places, is_shifted, text):
+    """Labels are the inputs so many places behind them; the first one is not trained."""
+    inputs = torch.tensor([[5, 6, 7, 8, 9, 4], [3, 8, 2, 6, 5, 7]])
+    labels = inputs.roll(-places, 1)
+    labels[:, 0] = -100
+    assert find_shift(inputs, labels, is_shifted) == text
+    if not is_shifted:
+        report = report_mask(inputs, labels, SimpleNamespace(eos_token_id=7))
+        assert [finding.evidence for finding in report.findings if finding.cause == "label_shift"] == [text][
+            : len(text)
+        ]
 
 
 def test_bad_input_gets_one_line():

@@ -7,6 +7,7 @@ from samestep.recipe.settings import Check, choice, setting
 from stepplan.cli.terms import HardwareSettings
 from stepplan.decoder import Decoder
 from stepplan.peers import PROGRAMS, Elsewhere
+from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 from stepplan.workload import Workload
 
@@ -59,7 +60,11 @@ def move(workload: Workload, settings: ElsewhereSettings) -> Workload:
     if settings.program is None:
         if given := [name for name in NEED_PROGRAM if getattr(settings, name)]:
             raise UsageError(f"{' and '.join(given)} without program: add --program {'|'.join(PROGRAMS)}")
-        if settings.fused_head and isinstance(workload.model, Transformer) and not workload.model.chunked_head:
+        if (
+            settings.fused_head
+            and isinstance(workload.model, Transformer | EncoderDecoder)
+            and not workload.model.chunked_head
+        ):
             model = dataclasses.replace(workload.model, chunked_head=True)
             hint = "With a fused head it is planned only: no program of this repository trains it."
             return dataclasses.replace(workload, model=model, script=None, hint=hint)

@@ -44,6 +44,9 @@ class ModelSettings:
         default=None,
     )
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
+    target_len: int | None = setting(
+        "tokens of a sample's target, of an encoder and a decoder; none: seq_len", LENGTH, default=None
+    )
     global_batch_size: int = setting(
         "samples per optimizer step, over all processes and micro-batches", BATCH, default=64
     )
@@ -162,7 +165,8 @@ def make_workload(
         model = import_trace().traced_model(training.model_name_or_path, training.seq_len or IMAGE, attention)
         attention = "sdpa"  # it is in the trace
     else:
-        model = model_from_config(config, training.seq_len, name=training.name, load_defaults=_load_defaults)
+        options: dict[str, Any] = {"target_length": training.target_len}
+        model = model_from_config(config, training.seq_len, name=training.name, load_defaults=_load_defaults, **options)
     per_epoch, num_steps = None, training.max_train_steps
     if training.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
