@@ -1,0 +1,57 @@
+"""Saves a model of sequence to sequence as a folder that transformers loads, and that generates as it was trained."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from samestep._internals.transformers_models import shift_right
+from samestep.models import adapters
+from samestep.models.pretrained import save_pretrained
+from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
+
+USAGE = """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained("OUTPUT_DIR"), AutoTokenizer.from_pretrained("OUTPUT_DIR")
+tokens = model.generate(**tokenizer(SOURCE, return_tensors="pt"))
+tokenizer.batch_decode(tokens, skip_special_tokens=True)"""
+
+
+def choose_generation(model: Any, source: Any) -> None:
+    """Let a model generate as it is trained: from the token before its targets on, first those that are forced.
+
+    Args:
+        model: of transformers.
+        source: the training data, `Pairs`.
+    """
+    labels = torch.from_numpy(source.draw(0, 0).labels).long()[None]
+    config = model.generation_config
+    config.decoder_start_token_id = int(shift_right(model, labels)[0, 0])
+    config.eos_token_id, config.pad_token_id = source.tokenizer.eos_token_id, source.tokenizer.pad_token_id
+    if getattr(source, "language_token", None) is not None and labels[0, 0] == source.language_token:
+        config.forced_bos_token_id = source.language_token
+    config.max_length, config.max_new_tokens = None, source.recipe.max_target_length
+
+
+def save(sums: Any, folder: Path, recipe: Seq2SeqFineTuning, train: Any, best: Path | None = None) -> str:
+    """Save the model, adapters merged into its weights, and the tokenizer.
+
+    Args:
+        sums: `Seq2SeqSums`.
+        folder: gets the files.
+        recipe: the run's.
+        train: the training data, with the tokenizer.
+        best: folder of the best model of `Run.save_best`, which is saved instead; None: this one.
+
+    Returns:
+        Lines of Python that load the model and generate, OUTPUT_DIR standing for the folder.
+    """
+    if best is not None and recipe.lora_rank is not None:
+        adapters.load_adapter(sums.model, best)
+    elif best is not None:
+        sums.model.load_state_dict(load_file(best / "model.safetensors"), strict=False)  # tied weights are there once
+        sums.model.tie_weights()
+    model = sums.model if recipe.lora_rank is None else sums.model.merge_and_unload()
+    save_pretrained(model, train.tokenizer, folder)
+    return USAGE.replace("SOURCE", repr(recipe.source_prefix + train.rows[0]["source"]))
