@@ -126,8 +126,8 @@ def _no_kernel(tokens: Tensor, weights: Tensor, offsets: Tensor) -> bool:
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
     """Shift targets as a model does where it is given no decoder_input_ids, int64 [S, T], padded with its pad_token_id.
 
-    transformers 5.24: `prepare_decoder_input_ids_from_labels`, or, of M2M100 and Whisper, which have no such method, the function
-    `shift_tokens_right` of the model's module. Neither is documented.
+    transformers 5.24: `prepare_decoder_input_ids_from_labels`, or, of M2M100 and Whisper, which have no such method, the
+    function `shift_tokens_right` of the model's module. Neither is documented.
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels(labels)

@@ -16,8 +16,8 @@ from samestep.training.run import Run
 class Targets(Part):
     """Lets the model generate targets of held-out sources at each evaluation, the first ones of each origin in turn.
 
-    All processes share the work, but with sharded weights, which each token needs whole. The targets do not depend on the number
-    of processes, since what is computed together does not. Process 0 writes them to `FILE` in the output folder.
+    All processes share the work, but with sharded weights, which each token needs whole. The targets do not depend on the
+    number of processes, since what is computed together does not. Process 0 writes them to `FILE` in the output folder.
     """
 
     def __init__(self, run: Run):

@@ -62,7 +62,7 @@ class Pairs(TokenizedTexts):
         rows: columns `source`, `target`, `origin`, as `load_rows` returns them.
         tokenizer: with a token for padding, set to the recipe's languages.
         recipe: its prefix and lengths.
-        language_token: token of the targets' language, which generation forces where it is their first one; None: there is none.
+        language_token: token of the targets' language, which generation forces where it is their first one; None: none.
         num_proc: processes that tokenize.
         description: names the texts in messages.
 
@@ -291,6 +291,8 @@ def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTok
             continue
         if language not in tokenizer.get_vocab():
             tokens = tokenizer.all_special_tokens
-            raise UsageError(f"{field} is {language!r}, but the tokenizer has no such token: {nearest(language, tokens)}")
+            raise UsageError(
+                f"{field} is {language!r}, but the tokenizer has no such token: {nearest(language, tokens)}"
+            )
         setattr(tokenizer, attribute, language)
     return tokenizer

@@ -39,6 +39,13 @@ def call_functions(model: nn.Module) -> None:
                 setattr(module, name, CalledDropout(child.p).train(child.training))
 
 
+class Frame:
+    """Holds the name of a module whose forward runs now, and the number of its calls so far."""
+
+    def __init__(self, name: str, count: int = 0):
+        self.name, self.count = name, count
+
+
 class Calls:
     """Knows of each call of the function by which module's forward it is made, and its number there.
 
@@ -47,8 +54,7 @@ class Calls:
     """
 
     def __init__(self, model: nn.Module):
-        self.frames: list[tuple[str, list[int]]] = []
-        """Name of each module whose forward runs now, and the number of its calls so far."""
+        self.frames: list[Frame] = []
         self.dropouts: dict[tuple[str, float], noise.Dropout] = {}
         for name, module in model.named_modules():
             if not type(module).__module__.startswith("torch.nn.") and type(module) is not CalledDropout:
@@ -56,19 +62,23 @@ class Calls:
                 module.register_forward_hook(self._leave)
 
     def _enter(self, name: str, module: nn.Module, arguments: Any) -> None:
-        self.frames.append((name, [0]))
+        self.frames.append(Frame(name))
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self.frames:
             self.frames.pop()
 
+    def find_frame(self) -> Frame:
+        """Find the innermost forward that runs now, as it is now; of no module if there is none."""
+        return Frame(self.frames[-1].name, self.frames[-1].count) if self.frames else Frame("")
+
     def drop(self, own_noise: noise.Noise, x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
         """Drop numbers of a tensor [samples, ..., features] in the call that is made now."""
         if not training or not p:
             return x
-        module, count = self.frames[-1] if self.frames else ("", [0])
-        name = f"{module}({count[0]})"
-        count[0] += 1
+        frame = self.frames[-1]
+        name = f"{frame.name}({frame.count})"
+        frame.count += 1
         if (name, p) not in self.dropouts:
             self.dropouts[name, p] = noise.Dropout(p, own_noise, name)
         return self.dropouts[name, p].drop(x)
@@ -80,14 +90,16 @@ class DropoutByCall(TorchFunctionMode):
     Args:
         calls: of the model.
         own_noise: the model's, with the samples of the micro-batch.
+        start: forward within which this context is, for a recomputation: it calls a layer's forward without hooks.
     """
 
-    def __init__(self, calls: Calls, own_noise: noise.Noise):
+    def __init__(self, calls: Calls, own_noise: noise.Noise, start: Frame):
         super().__init__()
-        self.calls, self.noise = calls, own_noise
+        self.calls, self.noise, self.start = calls, own_noise, start
 
     def __enter__(self) -> "DropoutByCall":
-        self.calls.frames.clear()  # a recomputation ends early, within its modules
+        # Anew, as a recomputation ends early, within its modules
+        self.calls.frames[:] = [Frame(self.start.name, self.start.count)]
         return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,7 +25,7 @@ def choose_generation(model: Any, source: Any) -> None:
         model: of transformers.
         source: the training data, `Pairs`.
     """
-    labels = torch.from_numpy(source.draw(0, 0).labels).long()[None]
+    labels = torch.tensor(source.draw(0, 0).labels.tolist())[None]
     config = model.generation_config
     config.decoder_start_token_id = int(shift_right(model, labels)[0, 0])
     config.eos_token_id, config.pad_token_id = source.tokenizer.eos_token_id, source.tokenizer.pad_token_id

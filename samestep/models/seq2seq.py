@@ -85,7 +85,9 @@ def make_config(recipe: Seq2SeqFineTuning, tokenizer: Any = None) -> PreTrainedC
     try:
         default = AutoConfig.for_model(recipe.architecture)
     except ValueError:
-        raise UsageError(f"architecture {recipe.architecture} is no model_type that transformers knows, such as t5") from None
+        raise UsageError(
+            f"architecture {recipe.architecture} is no model_type that transformers knows, such as t5"
+        ) from None
     fields = {name: value for name, value in recipe.shape.items() if value is not None}
     fields.setdefault("num_decoder_layers", recipe.num_hidden_layers)
     values: dict[str, Any] = {}
@@ -115,7 +117,9 @@ def _choose_dropout(config: PreTrainedConfig, probability: float | None) -> list
     for name, value in config.to_dict().items():
         if name in LAYER_DROP and value:
             setattr(config, name, 0.0)
-            notes.append(f"{name} {value} is set to 0: it leaves out a layer for all samples of a forward, however it is cut")
+            notes.append(
+                f"{name} {value} is set to 0: it leaves out a layer for all samples of a forward, however it is cut"
+            )
         elif probability is not None and "drop" in name and name not in LAYER_DROP and isinstance(value, float):
             setattr(config, name, probability)
     return notes
@@ -197,6 +201,8 @@ class Seq2SeqSums(SummedLosses):
             label_index: int64 [m], place of each target in `labels`, flattened.
             source_mask: int64 [S, T], 1 for tokens, 0 for padding.
         """
+        if self.calls is not None:
+            self.calls.frames.clear()
         with self._by_sample():
             hidden = self._decode(source, source_mask, labels)
         hidden, targets = hidden.flatten(0, 1)[label_index], labels.flatten()[label_index]
@@ -212,9 +218,7 @@ class Seq2SeqSums(SummedLosses):
             sums = sums + self.label_smoothing * _find_lead(hidden[: len(targets)], weight, targets)
         return torch.stack([sums]), correct[None]
 
-    def _decode(
-        self, source: torch.Tensor, source_mask: torch.Tensor | None, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def _decode(self, source: torch.Tensor, source_mask: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
         """Compute the last hidden states of the decoder as the head takes them, [S, T', width]."""
         model, dtype = self.seq2seq, next(self.parameters()).dtype
         source = source.to(dtype) if source.is_floating_point() else source
@@ -241,7 +245,7 @@ class Seq2SeqSums(SummedLosses):
         own = self.noise_of_calls
         if self.calls is None or not self.training or not isinstance(own, noise.Dropout):
             return contextlib.nullcontext()
-        return DropoutByCall(self.calls, own.noise)
+        return DropoutByCall(self.calls, own.noise, self.calls.find_frame())
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -287,8 +291,12 @@ class Seq2SeqSums(SummedLosses):
     def recompute_activations(self) -> None:
         if not self.seq2seq.supports_gradient_checkpointing:
             super().recompute_activations()
-        options = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), self._by_sample())}
+        options = {"use_reentrant": False, "context_fn": self._recompute}
         recompute_activations(self.seq2seq, options)
+
+    def _recompute(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+        """Return the contexts of a layer's forward, which runs now, and of its recomputation in the backward."""
+        return contextlib.nullcontext(), self._by_sample()
 
     def compile_layers(self) -> None:
         if self.is_noisy:

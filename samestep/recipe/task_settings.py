@@ -153,7 +153,9 @@ class Seq2SeqSettings(BestModelSettings):
     generation_length: int | None = setting(
         "tokens of a generated target, at most; none: max_target_length", LENGTH, default=None
     )
-    num_beams: int = setting("beams of the search for a target; 1: the likeliest token each time", limit(1000), default=1)
+    num_beams: int = setting(
+        "beams of the search for a target; 1: the likeliest token each time", limit(1000), default=1
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,9 @@ class Seq2SeqFineTuning(Recipe):
     model_name_or_path: str | None = setting(
         "weights to start from, which decide the shape; null: random, of the shape below", decides=False
     )
-    architecture: str | None = setting("model_type of transformers: t5, bart, mbart, m2m_100, pegasus; null with weights")
+    architecture: str | None = setting(
+        "model_type of transformers: t5, bart, mbart, m2m_100, pegasus; null with weights"
+    )
     hidden_size: int | None = setting("width; null with weights, as all that follow", WIDTH)
     num_hidden_layers: int | None = setting("layers of the encoder", LAYERS)
     num_decoder_layers: int | None = setting("layers of the decoder; null: num_hidden_layers", LAYERS)
@@ -99,7 +101,9 @@ class Seq2SeqFineTuning(Recipe):
     max_position_embeddings: int | None = setting(
         "positions; at least max_source_length and max_target_length; null: the architecture has none, as t5", LENGTH
     )
-    tie_word_embeddings: bool | None = setting("whether the head is the embedding's matrix; null: the architecture's own")
+    tie_word_embeddings: bool | None = setting(
+        "whether the head is the embedding's matrix; null: the architecture's own"
+    )
     initializer_range: float | None = setting(
         "standard deviation of the initial weights; null: the architecture's own", POSITIVE
     )
