@@ -40,9 +40,8 @@ class Targets(Part):
         generated = dict(gather_object(texts))
         lines = []
         for place, sample_id in enumerate(ids):
-            row = source.rows[sample_id]
-            line = {"source": source.describe_source(sample_id), "generated": generated[place].strip()}
-            lines.append(line | {"expected": row["target"].strip()})
+            line = {"source": source.sources.describe(sample_id), "generated": generated[place].strip()}
+            lines.append(line | {"expected": source.targets[sample_id]["target"].strip()})
         if accelerator.is_main_process:
             written = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (Path(settings.output_dir) / FILE).write_text(written, encoding="utf-8")
@@ -67,11 +66,11 @@ class Targets(Part):
             inputs = {name: value.to(model.dtype) for name, value in inputs.items()}
         if batch["source_mask"] is not None:
             inputs["attention_mask"] = batch["source_mask"].to(model.device)
-        was_training = model.training
+        was_training, most = model.training, model.generation_config.max_new_tokens
         model.eval()
         tokens = model.generate(
             **inputs,
-            max_new_tokens=settings.generation_length or run.recipe.max_target_length,
+            max_new_tokens=min(settings.generation_length or most, most),
             num_beams=settings.num_beams,
             do_sample=False,
             synced_gpus=is_sharded,

@@ -1,19 +1,20 @@
 """Pairs of a source and a target to samples of a model with an encoder and a decoder, from files or the hub, or drawn.
 
-Both texts of a row are tokenized once into a memory-mapped file, as `tokenizer(source)` and `tokenizer(text_target=target)` do
-it, with the tokens of their languages and the one that ends a text. Micro-batches are padded behind the tokens.
+Sources are texts, or recordings (`samestep.data.speech`). Texts are tokenized once into a memory-mapped file, as
+`tokenizer(source)` and `tokenizer(text_target=target)` do it, with the tokens of their languages and the one that ends a text.
+Micro-batches are padded behind the tokens.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from samestep.data import documents, row_report
+from samestep.data import documents, row_report, speech
 from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.seq2seq_rows import Columns, load_rows
@@ -26,50 +27,53 @@ from samestep.data.tokenizer import (
     train_byte_level_bpe,
     train_characters,
 )
-from samestep.errors import UsageError, nearest
-from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
+from samestep.errors import UsageError, nearest, reason
+from samestep.recipe.tasks.seq2seq_finetuning import POSITIONS_PER_SECOND, Seq2SeqFineTuning
 
 PAD = "<|pad|>"
 """Token for padding of a tokenizer that is trained."""
+START_OF_TEXT = "<|startoftranscript|>"
+"""Token with which Whisper's tokenizer begins a target, as its shift does."""
 CHECKED_ROWS = 100
 """Targets whose last tokens are looked at."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """One sample.
+class Sources(Protocol):
+    """The sources of samples: texts, or recordings (`speech.Recordings`)."""
 
-    Attributes:
-        source: int32 [S], its tokens.
-        labels: int32 [T], tokens of the target, with the one that ends it.
-        num_given: of the first labels, those that generation forces, so that they are no targets.
-    """
+    notes: list[str]
 
-    source: np.ndarray
-    labels: np.ndarray
-    num_given: int
+    def __getitem__(self, sample_id: int) -> Any:
+        """Return what a sample keeps of its source."""
 
-    @property
-    def length(self) -> int:
-        """Number of tokens that are computed, of both texts."""
-        return len(self.source) + len(self.labels)
+    def length(self, source: Any) -> int:
+        """Count the positions of the encoder that a source takes."""
+
+    def num_values(self, num_samples: int) -> int:
+        """Count the positions of all sources."""
+
+    def digest(self) -> str:
+        """Hash all sources."""
+
+    def longest(self) -> Any:
+        """Return a source of the greatest length; its content means nothing."""
+
+    def collate(self, sources: list[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Make what the encoder takes: the sources, and a mask of what is no padding; of none those of one sample."""
+
+    def describe(self, sample_id: int) -> str:
+        """Describe a source for people."""
 
 
-class Pairs(TokenizedTexts):
-    """The samples of a dataset of sources and targets.
+class Texts:
+    """Texts as sources: each tokenized once.
 
     Args:
-        rows: columns `source`, `target`, `origin`, as `load_rows` returns them.
+        rows: column `source`.
         tokenizer: with a token for padding, set to the recipe's languages.
-        recipe: its prefix and lengths.
-        language_token: token of the targets' language, which generation forces where it is their first one; None: none.
+        recipe: its prefix and length.
         num_proc: processes that tokenize.
         description: names the texts in messages.
-
-    Attributes:
-        source_names: names of the files, or of the kinds of drawn data.
-        source_numbers: int64 [samples], the place of each sample's name in `source_names`.
-        num_cut_sources, num_cut_targets: texts that were cut.
     """
 
     def __init__(
@@ -77,36 +81,138 @@ class Pairs(TokenizedTexts):
         rows: Dataset,
         tokenizer: PreTrainedTokenizerBase,
         recipe: Seq2SeqFineTuning,
+        num_proc: int | None = None,
+        description: str = "sources",
+    ):
+        self.texts, self.tokenizer, self.max_length = rows.select_columns("source"), tokenizer, recipe.max_source_length
+        options = {"prefix": recipe.source_prefix, "is_target": False}
+        table = tokenize(self.texts, tokenizer, recipe, self.max_length, num_proc, description, **options)
+        self.tokens = ListColumn(table, "tokens")
+        unknown = describe_unknown(self.tokens, self.texts, tokenizer, description)
+        self.notes = describe_cut(table, description, "max_source_length", self.max_length) + (
+            [unknown] if unknown else []
+        )
+
+    def __getitem__(self, sample_id: int) -> np.ndarray:
+        return self.tokens[sample_id]
+
+    def length(self, source: np.ndarray) -> int:
+        return len(source)
+
+    def num_values(self, num_samples: int) -> int:
+        return self.tokens.num_values
+
+    def digest(self) -> str:
+        return self.tokens.digest()
+
+    def longest(self) -> np.ndarray:
+        return np.full(self.max_length, self.tokenizer.eos_token_id, np.int32)
+
+    def collate(self, sources: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return pad(sources or [self.longest()[:1]], self.tokenizer.pad_token_id)
+
+    def describe(self, sample_id: int) -> str:
+        return str(self.texts[sample_id]["source"])
+
+
+def tokenize(
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Seq2SeqFineTuning,
+    max_length: int,
+    num_proc: int | None,
+    description: str,
+    **options: Any,
+) -> Dataset:
+    """Tokenize the only column of rows, once: a table with columns `tokens` and `is_cut`; `options` as of `_tokenize`."""
+    arguments = {"tokenizer": tokenizer, "max_length": max_length, **options}
+    features = Features({"tokens": List(Value("int32")), "is_cut": Value("bool")})
+    languages = recipe.source_language, recipe.target_language
+    key = fingerprint(tokenizer), languages, max_length, tuple(options.values()), hash_modules(__name__)
+    return map_once(rows, _tokenize, key, description, num_proc, fn_kwargs=arguments, features=features)
+
+
+def _tokenize(
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int, prefix: str, is_target: bool
+) -> dict[str, list]:
+    """Tokenize texts: as targets, in the way of their language, or as sources, with a text in front."""
+    (column,) = batch.values()
+    texts: Any = {"text_target" if is_target else "text": [prefix + text for text in column]}
+    whole = tokenizer(**texts, verbose=False)["input_ids"]
+    cut = tokenizer(**texts, truncation=True, max_length=max_length, verbose=False)["input_ids"]
+    return {"tokens": [np.array(ids, np.int32) for ids in cut], "is_cut": [len(ids) > max_length for ids in whole]}
+
+
+def describe_cut(table: Dataset, description: str, field: str, length: int) -> list[str]:
+    """Say how many texts of a table of `tokenize` are cut, in a line; none if none are."""
+    num_cut = int(np.sum(table.data.column("is_cut").to_numpy()))
+    return [f"{num_cut:,} {description} are cut after {field} {length:,}"] if num_cut else []
+
+
+def pad(texts: list[np.ndarray], token: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad texts behind their tokens: int64 [S, T], and 1 for tokens, 0 for padding."""
+    ids = torch.full((len(texts), max(map(len, texts))), token)
+    mask = torch.zeros_like(ids)
+    for number, tokens in enumerate(texts):
+        ids[number, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
+        mask[number, : len(tokens)] = 1
+    return ids, mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One sample.
+
+    Attributes:
+        source: what `Sources` keep of it.
+        labels: int32 [T], tokens of the target, with the one that ends it.
+        num_given: of the first labels, those that generation forces, so that they are no targets.
+        length: positions that are computed, of encoder and decoder.
+    """
+
+    source: Any
+    labels: np.ndarray
+    num_given: int
+    length: int
+
+
+class Pairs(TokenizedTexts):
+    """The samples of a dataset of sources and targets.
+
+    Args:
+        rows: columns `target` and `origin`.
+        sources: of the same rows.
+        tokenizer: with a token for padding, set to the recipe's languages.
+        recipe: its lengths and languages.
+        num_proc: processes that tokenize.
+        description: names the pairs in messages.
+
+    Attributes:
+        source_names: names of the files, or of the kinds of drawn data.
+        source_numbers: int64 [samples], the place of each sample's name in `source_names`.
+        forced: tokens that generation puts in front of a target.
+        processor: what is saved beside the tokenizer, for sources; None: nothing.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        sources: Sources,
+        tokenizer: PreTrainedTokenizerBase,
+        recipe: Seq2SeqFineTuning,
         *,
-        language_token: int | None = None,
         num_proc: int | None = None,
         description: str = "pairs",
     ):
-        arguments = {
-            "tokenizer": tokenizer,
-            "prefix": recipe.source_prefix,
-            "lengths": (recipe.max_source_length, recipe.max_target_length),
-        }
-        tokens, bit = List(Value("int32")), Value("bool")
-        features = Features({"source_tokens": tokens, "tokens": tokens, "is_source_cut": bit, "is_cut": bit})
-        languages = recipe.source_language, recipe.target_language
-        key = fingerprint(tokenizer), languages, arguments["prefix"], arguments["lengths"], hash_modules(__name__)
-        table = map_once(rows, _tokenize, key, description, num_proc, fn_kwargs=arguments, features=features)
-        super().__init__(table, rows.select_columns("target"), tokenizer, recipe.max_seq_length, description)
-        tokenizer.model_max_length = recipe.max_source_length
-        self.rows, self.recipe, self.language_token = rows, recipe, language_token
-        self.sources = ListColumn(table, "source_tokens")
-        unknown = describe_unknown(self.sources, rows.select_columns("source"), tokenizer, f"sources of {description}")
-        self.notes += [unknown] if unknown else []
-        self.num_cut_sources, self.num_cut_targets = (
-            int(np.sum(table.data.column(name).to_numpy())) for name in ("is_source_cut", "is_cut")
-        )
-        for number, name, limit in (
-            (self.num_cut_sources, "sources", "max_source_length"),
-            (self.num_cut_targets, "targets", "max_target_length"),
-        ):
-            if number:
-                self.notes.append(f"{number:,} {name} of {description} are cut after {limit} {getattr(recipe, limit)}")
+        texts, length = rows.select_columns("target"), recipe.max_target_length
+        name, options = f"targets of {description}", {"prefix": "", "is_target": True}
+        table = tokenize(texts, tokenizer, recipe, length, num_proc, name, **options)
+        super().__init__(table, texts, tokenizer, recipe.max_seq_length, name)
+        tokenizer.model_max_length = max(recipe.max_source_length, length)
+        self.sources, self.recipe, self.targets = sources, recipe, texts
+        self.forced = find_forced(recipe, tokenizer)
+        self.processor = getattr(sources, "extractor", None)
+        self.notes += [*describe_cut(table, name, "max_target_length", length), *sources.notes]
         names = [name or "all" for name in rows["origin"]]
         self.source_names = tuple(sorted(set(names)))
         self.source_numbers = np.searchsorted(np.array(self.source_names), np.array(names))
@@ -117,24 +223,27 @@ class Pairs(TokenizedTexts):
 
     def __str__(self) -> str:
         """Say how many pairs there are, and of how many tokens."""
-        return f"{len(self):,} pairs ({self.sources.num_values:,} tokens of sources, {self.tokens.num_values:,} of targets)"
+        num_positions, kind = self.sources.num_values(len(self)), "tokens" if self.processor is None else "positions"
+        return (
+            f"{len(self):,} pairs ({num_positions:,} {kind} of sources, {self.tokens.num_values:,} tokens of targets)"
+        )
 
     @property
     def num_tokens(self) -> int:
-        return self.sources.num_values + self.tokens.num_values
+        return self.sources.num_values(len(self)) + self.tokens.num_values
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of all that the samples are made of: the tokenizer, the texts, and which token is no target."""
+        """Hashes of all that the samples are made of: the tokenizer, sources and targets, and which tokens are none."""
         return {
             "tokenizer": fingerprint(self.tokenizer),
             "texts": hash_parts(self.sources.digest(), self.tokens.digest(), self._given),
         }
 
     @property
-    def _given(self) -> int | None:
-        """The token that is no target where it is the first one."""
-        return None if self.recipe.count_forced_tokens else self.language_token
+    def _given(self) -> tuple[int, ...]:
+        """The tokens that are no targets where they are the first ones."""
+        return () if self.recipe.count_forced_tokens else self.forced
 
     def _check_ends(self) -> None:
         """Check that targets end with a token by which generation ends. Raises UsageError where they do not."""
@@ -146,33 +255,36 @@ class Pairs(TokenizedTexts):
                 f"the tokenizer has {name}, so that generated texts would not end: give one like T5's or BART's, which adds it"
             )
 
+    def find_labels(self, sample_id: int) -> np.ndarray:
+        """Find the tokens of a target, as a model is given them: Whisper's shift adds the first of its tokens anew."""
+        labels, vocabulary = self.tokens[sample_id], self.tokenizer.get_added_vocab()
+        return labels[1:] if labels[0] == vocabulary.get(START_OF_TEXT) else labels
+
     def draw(self, epoch: int, sample_id: int) -> Pair:
         """Return a sample; it is the same in every epoch."""
-        labels = self.tokens[sample_id]
-        return Pair(self.sources[sample_id], labels, int(labels[0] == self._given))
+        labels, source, given = self.find_labels(sample_id), self.sources[sample_id], self._given
+        num_given = len(given) if tuple(labels[: len(given)].tolist()) == given else 0
+        return Pair(source, labels, num_given, self.sources.length(source) + len(labels))
 
     def longest(self) -> Pair:
         """Return a sample of the greatest lengths."""
-        token = self.tokenizer.eos_token_id
-        lengths = self.recipe.max_source_length, self.recipe.max_target_length
-        source, labels = (np.full(length, token, np.int32) for length in lengths)
-        return Pair(source, labels, 0)
+        labels = np.full(self.recipe.max_target_length, self.tokenizer.eos_token_id, np.int32)
+        return Pair(self.sources.longest(), labels, 0, self.max_length)
 
-    def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor]:
+    def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
         """Make a micro-batch of S samples, padded behind their tokens; no samples make one that counts nothing.
 
         Returns:
-            source: int64 [S, T]; source_mask: int64 [S, T], 1 for tokens.
+            source, source_mask: as `Sources.collate` makes them: tokens int64 [S, T], or spectrograms [S, bins, frames].
             labels: int64 [S, T'], padded with the token for padding, of which the model makes the decoder's inputs.
             label_index: int64 [m], place of each target in `labels`, flattened.
             counts: int64 [1], m.
         """
+        source, source_mask = self.sources.collate([pair.source for pair in pairs])
         end = np.full(1, self.tokenizer.eos_token_id, np.int32)
-        samples = pairs or [Pair(end, end, 1)]
-        source, source_mask = self._pad([pair.source for pair in samples])
-        labels, label_mask = self._pad([pair.labels for pair in samples])
-        for row, pair in zip(label_mask, samples, strict=True):
-            row[: pair.num_given] = 0
+        labels, label_mask = pad([pair.labels for pair in pairs] or [end], self.tokenizer.pad_token_id)
+        for row, num_given in zip(label_mask, [pair.num_given for pair in pairs] or [1], strict=True):
+            row[:num_given] = 0
         label_index = label_mask.flatten().nonzero().squeeze(1)
         return {
             "source": source,
@@ -181,18 +293,6 @@ class Pairs(TokenizedTexts):
             "label_index": label_index,
             "counts": torch.tensor([len(label_index)]),
         }
-
-    def _pad(self, texts: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.full((len(texts), max(map(len, texts))), self.tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for number, tokens in enumerate(texts):
-            ids[number, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
-            mask[number, : len(tokens)] = 1
-        return ids, mask
-
-    def describe_source(self, sample_id: int) -> str:
-        """Describe a source for people: its text."""
-        return str(self.rows[sample_id]["source"])
 
     def choose_samples(self, num_samples: int) -> list[int]:
         """Choose samples whose targets are generated: the first ones of each origin, in turn; sorted."""
@@ -203,22 +303,6 @@ class Pairs(TokenizedTexts):
         return sorted(np.lexsort((self.source_numbers, ranks))[:num_samples].tolist())
 
 
-def _tokenize(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, prefix: str, lengths: tuple[int, int]
-) -> dict[str, list]:
-    sources, targets = [prefix + text for text in batch["source"]], batch["target"]
-    columns: dict[str, list] = {}
-    for names, length, texts in (
-        (("source_tokens", "is_source_cut"), lengths[0], {"text": sources}),
-        (("tokens", "is_cut"), lengths[1], {"text_target": targets}),
-    ):
-        whole = tokenizer(**texts, verbose=False)["input_ids"]
-        cut = tokenizer(**texts, truncation=True, max_length=length, verbose=False)["input_ids"]
-        columns[names[0]] = [np.array(ids, np.int32) for ids in cut]
-        columns[names[1]] = [len(ids) > length for ids in whole]
-    return columns
-
-
 def build(
     recipe: Seq2SeqFineTuning, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[Pairs, Pairs | None]:
@@ -227,6 +311,8 @@ def build(
     Raises:
         UsageError: data or tokenizer that cannot be used.
     """
+    if is_builtin(recipe.dataset_name) and recipe.modality == "speech":
+        return _draw_recordings(recipe, num_proc)
     tables = _load_tables(recipe, num_proc)
     rows, *others = row_report.take_good(tables, on_bad_row)
     num_rows = len(rows)
@@ -235,9 +321,16 @@ def build(
     else:
         rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
     tokenizer = _choose_tokenizer(recipe, rows)
-    settings: dict[str, Any] = {"language_token": _find_language_token(recipe, tokenizer), "num_proc": num_proc}
-    train = Pairs(rows, tokenizer, recipe, **settings, description="training pairs")
-    rest = Pairs(held_out, tokenizer, recipe, **settings, description="held-out pairs") if len(held_out) else None
+
+    def make(rows: Dataset, description: str) -> Pairs:
+        sources: Sources
+        if recipe.modality == "speech":
+            sources = speech.read_recordings(rows, recipe)
+        else:
+            sources = Texts(rows, tokenizer, recipe, num_proc, f"sources of {description}")
+        return Pairs(rows, sources, tokenizer, recipe, num_proc=num_proc, description=description)
+
+    train, rest = make(rows, "training pairs"), make(held_out, "held-out pairs") if len(held_out) else None
     files = recipe.train_file, recipe.validation_file
     for table, name, patterns in zip(tables, documents.name_tables(recipe), files, strict=False):
         notes = documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
@@ -250,25 +343,51 @@ def build(
 def _load_tables(recipe: Seq2SeqFineTuning, num_proc: int | None) -> list[row_report.Table]:
     if is_builtin(recipe.dataset_name):
         draw = find_builtin("sources and targets", str(recipe.dataset_name))
-        sizes = {"train": recipe.num_train_samples, "validation": recipe.num_validation_samples}
-        parts = [draw(recipe.seed, split, size) for split, size in sizes.items()]
+        parts = [draw(recipe.seed, split, size) for split, size in _list_sizes(recipe).items()]
         return [row_report.Table(part, row_report.Notes()) for part in parts]
-    languages = recipe.source_language, recipe.target_language
-    columns = Columns(recipe.source_column, recipe.target_column, languages)
-    return documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
+    columns = recipe.source_column, recipe.target_column
+    if recipe.modality == "speech":
+        seconds = recipe.max_source_length / POSITIONS_PER_SECOND
+        return documents.load_tables(recipe, speech.load_rows, columns=columns, max_seconds=seconds, num_proc=num_proc)
+    own = Columns(*columns, (recipe.source_language, recipe.target_language))
+    return documents.load_tables(recipe, load_rows, columns=own, num_proc=num_proc)
 
 
-def _find_language_token(recipe: Seq2SeqFineTuning, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    if recipe.target_language is None or not hasattr(tokenizer, "tgt_lang"):
-        return None
-    return int(tokenizer.convert_tokens_to_ids(recipe.target_language))
+def _list_sizes(recipe: Seq2SeqFineTuning) -> dict[str, int]:
+    """List the splits of drawn data, and their samples."""
+    assert recipe.num_train_samples is not None  # as the data are drawn
+    assert recipe.num_validation_samples is not None
+    return {"train": recipe.num_train_samples, "validation": recipe.num_validation_samples}
+
+
+def _draw_recordings(recipe: Seq2SeqFineTuning, num_proc: int | None) -> tuple[Pairs, Pairs]:
+    """Build pairs whose recordings are drawn when they are needed."""
+    draw = find_builtin("recordings and texts", str(recipe.dataset_name))
+    extractor, tokenizer, parts = speech.make_extractor(recipe), None, []
+    for (split, size), name in zip(_list_sizes(recipe).items(), ("training pairs", "held-out pairs"), strict=True):
+        rows, load, digest = draw(recipe.seed, split, size)
+        tokenizer = tokenizer or _choose_tokenizer(recipe, rows)
+        describe = f"{recipe.dataset_name}, {split} {{}}".format
+        recordings = speech.Recordings(extractor, load, digest, recipe.max_source_length, describe)
+        parts.append(Pairs(rows, recordings, tokenizer, recipe, num_proc=num_proc, description=name))
+    return parts[0], parts[1]
+
+
+def find_forced(recipe: Seq2SeqFineTuning, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Find the tokens that generation puts in front of a target: of its language, of Whisper's task."""
+    if recipe.target_language is None:
+        return ()
+    if hasattr(tokenizer, "set_prefix_tokens"):
+        return tuple(tokenizer.prefix_tokens[1:])  # behind the one that the shift adds
+    return (int(tokenizer.convert_tokens_to_ids(recipe.target_language)),) if hasattr(tokenizer, "tgt_lang") else ()
 
 
 def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTokenizerBase:
     """Load or train the tokenizer, set to the recipe's languages; it pads behind a text."""
 
     def train() -> PreTrainedTokenizerBase:
-        columns = [rows.select_columns(name).rename_column(name, "text") for name in ("source", "target")]
+        names = [name for name in ("source", "target") if name in rows.column_names]
+        columns = [rows.select_columns(name).rename_column(name, "text") for name in names]
         texts = datasets.concatenate_datasets(columns)
         assert recipe.vocab_size is not None  # as no weights decide it
         kinds = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}
@@ -285,9 +404,30 @@ def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTok
     else:
         tokenizer = choose_tokenizer(recipe, train, ("eos_token", "pad_token"), "T5")
     tokenizer.padding_side = "right"
+    if recipe.source_language is not None:
+        _set_languages(recipe, tokenizer)
+    return tokenizer
+
+
+def _set_languages(recipe: Seq2SeqFineTuning, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer write the tokens of the recipe's languages. Raises UsageError where it has no such token."""
+    if hasattr(tokenizer, "set_prefix_tokens"):
+        is_same = recipe.source_language == recipe.target_language
+        if not is_same and recipe.target_language != "english":
+            raise UsageError(
+                f"target_language is {recipe.target_language!r}, but Whisper writes the language that is spoken, or english: "
+                f"set it to {recipe.source_language}, or to english"
+            )
+        try:
+            task = "transcribe" if is_same else "translate"
+            tokenizer.set_prefix_tokens(language=recipe.source_language, task=task, predict_timestamps=False)
+            _ = tokenizer.prefix_tokens
+        except ValueError as error:
+            raise UsageError(f"source_language is {recipe.source_language!r}: {reason(error)}") from None
+        return
     for field, attribute in (("source_language", "src_lang"), ("target_language", "tgt_lang")):
         language = getattr(recipe, field)
-        if language is None or not hasattr(tokenizer, attribute):
+        if not hasattr(tokenizer, attribute):
             continue
         if language not in tokenizer.get_vocab():
             tokens = tokenizer.all_special_tokens
@@ -295,4 +435,3 @@ def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTok
                 f"{field} is {language!r}, but the tokenizer has no such token: {nearest(language, tokens)}"
             )
         setattr(tokenizer, attribute, language)
-    return tokenizer

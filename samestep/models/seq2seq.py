@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedConfig, PreTrainedModel
 
 from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import recompute_activations, shift_right, supports_sdpa
@@ -32,7 +32,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "num_decoder_layers": (("decoder_layers",), ("num_decoder_layers",)),
     "num_attention_heads": (("encoder_attention_heads", "decoder_attention_heads"), ("num_heads",)),
     "intermediate_size": (("encoder_ffn_dim", "decoder_ffn_dim"), ("d_ff",)),
-    "max_position_embeddings": (("max_position_embeddings",),),
+    "max_position_embeddings": (("max_position_embeddings",), ("max_target_positions",)),
     "tie_word_embeddings": (("tie_word_embeddings",),),
     "initializer_range": (("init_std",),),
 }
@@ -61,11 +61,9 @@ def build_model(recipe: Seq2SeqFineTuning, source: Any = None) -> tuple[PreTrain
         raise UsageError(f"{name} gives no configuration: {reason(error)}. Give another one") from None
     notes = _choose_dropout(config, recipe.dropout)
     _check_lengths(recipe, config)
+    kind = AutoModelForSpeechSeq2Seq if recipe.modality == "speech" else AutoModelForSeq2SeqLM
     try:
-        if path is None:
-            model = AutoModelForSeq2SeqLM.from_config(config)
-        else:
-            model = initial_model(AutoModelForSeq2SeqLM, config, path)
+        model = kind.from_config(config) if path is None else initial_model(kind, config, path)
     except ValueError as error:
         raise UsageError(f"{name} has no encoder with a decoder behind it: {reason(error)}. Give another one") from None
     if model.config.decoder_start_token_id is None and model.config.model_type != "mbart":
@@ -100,6 +98,8 @@ def make_config(recipe: Seq2SeqFineTuning, tokenizer: Any = None) -> PreTrainedC
         values |= dict.fromkeys(own, value)
     if hasattr(default, "d_kv"):
         values["d_kv"] = fields["hidden_size"] // fields["num_attention_heads"]
+    if hasattr(default, "max_source_positions"):
+        values["max_source_positions"] = recipe.max_source_length
     if tokenizer is None:
         return AutoConfig.for_model(recipe.architecture, **values, vocab_size=recipe.vocab_size)
     values["vocab_size"] = max(recipe.vocab_size or 0, len(tokenizer))
@@ -127,9 +127,16 @@ def _choose_dropout(config: PreTrainedConfig, probability: float | None) -> list
 
 def _check_lengths(recipe: Seq2SeqFineTuning, config: PreTrainedConfig) -> None:
     """Raise UsageError where a text may be longer than the positions of a model."""
-    problems = []
-    for field in ("max_source_length", "max_target_length"):
-        length, limit = getattr(recipe, field), getattr(config, "max_position_embeddings", None)
+    problems, is_speech = [], hasattr(config, "max_source_positions")
+    if is_speech is not (recipe.modality == "speech"):
+        kind = "recordings" if is_speech else "texts"
+        raise UsageError(
+            f"modality is {recipe.modality}, but sources of a model of type {config.model_type} are {kind}: set it"
+        )
+    names = {"max_target_length": "max_target_positions" if is_speech else "max_position_embeddings"}
+    names |= {} if is_speech else {"max_source_length": "max_position_embeddings"}
+    for field, name in names.items():
+        length, limit = getattr(recipe, field), getattr(config, name, None)
         if limit is not None and length > limit:
             problems.append(f"{field} is {length:,}, but the model has {limit:,} positions: lower it to at most that")
     if problems:
@@ -187,19 +194,22 @@ class Seq2SeqSums(SummedLosses):
 
     @classmethod
     def example(cls, recipe: Seq2SeqFineTuning, num_samples: int) -> dict[str, torch.Tensor | None]:
-        source = torch.zeros(num_samples, recipe.max_source_length, dtype=torch.int64)
+        source: torch.Tensor = torch.zeros(num_samples, recipe.max_source_length, dtype=torch.int64)
+        mask: torch.Tensor | None = torch.ones_like(source)
+        if recipe.modality == "speech":
+            source, mask = torch.zeros(num_samples, 80, 2 * recipe.max_source_length), None
         labels = torch.zeros(num_samples, recipe.max_target_length, dtype=torch.int64)
         label_index = torch.arange(labels.numel())
-        return {"source": source, "source_mask": torch.ones_like(source), "labels": labels, "label_index": label_index}
+        return {"source": source, "source_mask": mask, "labels": labels, "label_index": label_index}
 
     def forward(self, source, labels, label_index, source_mask=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the loss of targets, and count those that are predicted right, when evaluating; both [1].
 
         Args:
-            source: int64 [S, T], tokens.
+            source: int64 [S, T], tokens; of speech floating [S, bins, frames], spectrograms.
             labels: int64 [S, T'].
             label_index: int64 [m], place of each target in `labels`, flattened.
-            source_mask: int64 [S, T], 1 for tokens, 0 for padding.
+            source_mask: int64 [S, T], 1 for tokens, 0 for padding; None of speech.
         """
         if self.calls is not None:
             self.calls.frames.clear()
@@ -223,12 +233,9 @@ class Seq2SeqSums(SummedLosses):
         model, dtype = self.seq2seq, next(self.parameters()).dtype
         source = source.to(dtype) if source.is_floating_point() else source
         encoded = model.get_encoder()(**{model.main_input_name: source}, attention_mask=source_mask).last_hidden_state
-        decoded = model.get_decoder()(
-            input_ids=shift_right(model, labels),
-            encoder_hidden_states=encoded,
-            encoder_attention_mask=source_mask,
-            use_cache=False,
-        )
+        mask = {} if source_mask is None else {"encoder_attention_mask": source_mask}
+        inputs = {"input_ids": shift_right(model, labels), "encoder_hidden_states": encoded, **mask}
+        decoded = model.get_decoder()(**inputs, use_cache=False)
         hidden = decoded.last_hidden_state
         is_scaled = getattr(model.config, "scale_decoder_outputs", False)  # T5 and its kin
         return hidden * model.config.d_model**-0.5 if is_scaled else hidden
@@ -258,6 +265,12 @@ class Seq2SeqSums(SummedLosses):
         self.eval()
         labels = torch.arange(1, 5, device=model.device)[None]
         source, mask = labels, torch.ones_like(labels)
+        if model.main_input_name == "input_features":
+            frames = 2 * model.config.max_source_positions
+            source, mask = (
+                torch.zeros(1, model.config.num_mel_bins, frames, device=model.device, dtype=model.dtype),
+                None,
+            )
         head = model.get_output_embeddings()
         problem = "has no linear head" if type(head) is not nn.Linear or head.bias is not None else None
         if problem is None:

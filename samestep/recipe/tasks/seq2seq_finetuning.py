@@ -18,8 +18,10 @@ from samestep.recipe.settings import (
 )
 from samestep.recipe.tasks.decoder import list_adapter_rules, list_shape_rules
 
-DRAWN = ("builtin/spelled_dates_and_numbers",)
-"""Datasets that are drawn."""
+DRAWN = {"builtin/spelled_dates_and_numbers": "text", "builtin/spoken_digits": "speech"}
+"""Datasets that are drawn, and what their sources are."""
+POSITIONS_PER_SECOND = 50
+"""Of an encoder of speech."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 SHAPE = (
     "hidden_size",
@@ -42,6 +44,7 @@ class Seq2SeqFineTuning(Recipe):
     extra: ClassVar[str | None] = "text"
 
     # Data
+    modality: str = setting("what sources are: text, or speech (recordings, of Whisper)", choice("text", "speech"))
     train_file: tuple[str, ...] | None = setting("sources and targets: csv, tsv, jsonl, parquet; globs", decides=False)
     validation_file: tuple[str, ...] | None = setting("held-out ones; null: validation_fraction", decides=False)
     dataset_name: str | None = setting(f"{', '.join(DRAWN)}, or a dataset of the hub", decides=False)
@@ -59,11 +62,17 @@ class Seq2SeqFineTuning(Recipe):
     source_column: str | None = setting("column of the sources; null: found by its name", decides=False)
     target_column: str | None = setting("column of the targets; null: found by its name", decides=False)
     source_language: str | None = setting(
-        "language of the sources: of mBART and NLLB a token as eng_Latn; a key of a column `translation`; null: none"
+        "language of the sources: of mBART and NLLB a token as eng_Latn, of Whisper a name as german; a key of a column "
+        "`translation`; null: none"
     )
-    target_language: str | None = setting("language of the targets, as source_language; null: none")
+    target_language: str | None = setting(
+        "language of the targets, as source_language; of Whisper that of the sources, or english; null: none"
+    )
     source_prefix: str = setting("text in front of each source, as T5's translate English to German: ")
-    max_source_length: int = setting("tokens of a source; longer ones are cut at their end", limit(2**24, 2))
+    max_source_length: int = setting(
+        "tokens of a source; longer ones are cut at their end; of speech positions of 20 ms, to which all are padded",
+        limit(2**24, 2),
+    )
     max_target_length: int = setting("tokens of a target; longer ones are cut at their end", limit(2**24, 2))
 
     # Loss
@@ -91,7 +100,7 @@ class Seq2SeqFineTuning(Recipe):
         "weights to start from, which decide the shape; null: random, of the shape below", decides=False
     )
     architecture: str | None = setting(
-        "model_type of transformers: t5, bart, mbart, m2m_100, pegasus; null with weights"
+        "model_type of transformers: t5, bart, mbart, m2m_100, pegasus, whisper; null with weights"
     )
     hidden_size: int | None = setting("width; null with weights, as all that follow", WIDTH)
     num_hidden_layers: int | None = setting("layers of the encoder", LAYERS)
@@ -142,6 +151,21 @@ class Seq2SeqFineTuning(Recipe):
             ),
         ),
         Rule(
+            lambda f: DRAWN.get(f.dataset_name, f.modality) != f.modality and DRAWN[f.dataset_name],
+            "modality is {f.modality}, but {f.dataset_name} has {found}",
+            "set modality to {found}",
+        ),
+        Rule(
+            lambda f: f.modality == "speech" and f.max_source_length % POSITIONS_PER_SECOND,
+            f"max_source_length is {{f.max_source_length}}, but speech is padded to whole seconds of {POSITIONS_PER_SECOND}",
+            f"set it to a multiple of {POSITIONS_PER_SECOND}",
+        ),
+        Rule(
+            lambda f: f.modality == "speech" and f.source_prefix,
+            "source_prefix is {f.source_prefix!r}, but modality is speech",
+            "leave it empty",
+        ),
+        Rule(
             lambda f: (f.source_column is None) != (f.target_column is None),
             "of source_column and target_column one is set",
             "name both, or neither",
@@ -154,7 +178,15 @@ class Seq2SeqFineTuning(Recipe):
         # Shape
         *list_shape_rules(SHAPE, MAY_BE_NULL),
         is_multiple("hidden_size", "num_attention_heads"),
-        is_at_most("max_source_length", "max_position_embeddings"),
+        Rule(
+            lambda f: (
+                f.modality == "text"
+                and f.max_position_embeddings is not None
+                and f.max_source_length > f.max_position_embeddings
+            ),
+            "max_source_length {f.max_source_length} exceeds max_position_embeddings {f.max_position_embeddings}",
+            "lower the first or raise the second",
+        ),
         is_at_most("max_target_length", "max_position_embeddings"),
         # Adapters
         *list_adapter_rules(("lora_alpha", "lora_dropout")),
@@ -186,7 +218,7 @@ class Seq2SeqFineTuning(Recipe):
             layers = min(2, self.num_hidden_layers)
             return {"num_hidden_layers": layers, "num_decoder_layers": layers}
         small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
-        small |= {"architecture": "t5", "num_hidden_layers": 2}
+        small |= {"architecture": "t5" if self.modality == "text" else "whisper", "num_hidden_layers": 2}
         return small | {"model_name_or_path": None, "tokenizer_name": self.tokenizer_name or self.model_name_or_path}
 
 
