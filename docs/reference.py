@@ -220,6 +220,7 @@ TASK_PAGES = {
     "causal_lm_pretraining": "docs/pretraining-gpt2.md",
     "text_classification": "docs/finetuning.md",
     "causal_lm_finetuning": "docs/language-models.md",
+    "seq2seq_finetuning": "docs/seq2seq.md",
     "embedding_training": "docs/embeddings.md",
     "image_classification": "docs/images.md",
     "captcha_recognition": "docs/captchas.md",

@@ -32,6 +32,7 @@ TITLES = {
     "causal_lm_pretraining": "GPT of today, pretraining",
     "text_classification": "classifier of texts",
     "causal_lm_finetuning": "language model, fine-tuned",
+    "seq2seq_finetuning": "sequence to sequence",
     "embedding_training": "embeddings of texts",
     "image_classification": "classifier of images",
     "captcha_recognition": "captchas",
@@ -47,6 +48,7 @@ WAYS = {
     "causal_lm_pretraining": {"Muon": ""},
     "text_classification": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "causal_lm_finetuning": {},  # those of the planner
+    "seq2seq_finetuning": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "embedding_training": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "image_classification": {
         "group normalisation": "--normalization group",

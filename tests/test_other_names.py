@@ -72,7 +72,7 @@ def test_help_and_mistakes_need_no_torch(recipe, tmp_path):
         n
         for n in (
             *("bert_base", "gpt2_124m", "finetune_small_cpu", "sft_small_cpu", "resnet_digits_cpu", "captcha_cpu"),
-            "embeddings_small_cpu",
+            *("embeddings_small_cpu", "seq2seq_small_cpu"),
         )
         if load(n).task == task
     )

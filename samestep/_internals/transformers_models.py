@@ -1,5 +1,6 @@
 """The making of models of transformers, and the attention kernel that they use."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -120,3 +121,15 @@ def _no_sequences(position_ids: Tensor) -> None:
 def _no_kernel(tokens: Tensor, weights: Tensor, offsets: Tensor) -> bool:
     """Find no kernel; unlike a mock, keep no references to the arguments."""
     return False
+
+
+def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """Shift targets as a model does where it is given no decoder_input_ids, int64 [S, T], padded with its pad_token_id.
+
+    transformers 5.24: `prepare_decoder_input_ids_from_labels`, or, of M2M100 and Whisper, which have no such method, the
+    function `shift_tokens_right` of the model's module. Neither is documented.
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels)
+    shift = vars(sys.modules[type(model).__module__])["shift_tokens_right"]
+    return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)

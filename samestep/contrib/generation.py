@@ -51,7 +51,7 @@ class Answers(Part):
         batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
         is_sharded = isinstance(model, FSDPModule)
         share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
-        with model.own_attention() as causal_lm, _gathered_root(model), accelerator.autocast():
+        with model.own_attention() as causal_lm, gathered_root(model), accelerator.autocast():
             ends = find_ends(causal_lm, tokenizer)
             for batch in share:
                 prompts = [questions[place][0] for place in batch]
@@ -78,7 +78,7 @@ class Answers(Part):
 
 
 @contextlib.contextmanager
-def _gathered_root(model: nn.Module) -> Iterator[None]:
+def gathered_root(model: nn.Module) -> Iterator[None]:
     """Let parts of a model be called within this context: what no layer of its own holds is gathered, if it is sharded.
 
     Called by all processes, which must call the same parts. The model has computed a forward before.

@@ -61,7 +61,8 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
 
     targets = list(recipe.lora_targets)
     check_module_names(recipe, [name for name, _ in model.named_modules()], type(model).__name__)
-    without_head = peft.TaskType.CAUSAL_LM if model.can_generate() else peft.TaskType.FEATURE_EXTRACTION
+    generating = peft.TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else peft.TaskType.CAUSAL_LM
+    without_head = generating if model.can_generate() else peft.TaskType.FEATURE_EXTRACTION
     config = peft.LoraConfig(
         # The head of a reward model is trained whole
         task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else without_head,

@@ -10,6 +10,7 @@ from samestep.recipe.reading import check_model_folder, format_name, format_valu
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.recipe.tasks.embedding_training import EmbeddingTraining
+from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
 
 SHAPES: dict[str, dict[str, Any]] = {
     "bert": {
@@ -107,6 +108,8 @@ def load(
     if config is None:
         return recipe
     location = f"model_name_or_path {format_name(path)}"
+    if isinstance(recipe, Seq2SeqFineTuning):
+        return recipe  # of any architecture; lengths of encoder and decoder are compared where the model is made
     if isinstance(
         recipe, CausalLmFineTuning | EmbeddingTraining
     ):  # of any architecture, whose shape the recipe does not have

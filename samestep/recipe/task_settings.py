@@ -6,6 +6,10 @@ from typing import Any, ClassVar
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import LENGTH, POSITIVE, PROBABILITY, choice, limit, setting
 
+GENERATION_METRICS = ("exact_match", "bleu", "chrf", "word_error_rate", "rouge")
+GENERATION_SCORES = ("exact_match", "bleu", "chrf", "word_error_rate", "rouge1", "rouge2", "rougeL")
+"""Metrics of generated targets, and the numbers that an evaluation has of them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings(RunSettings):
@@ -121,6 +125,36 @@ class EmbeddingSettings(BestModelSettings):
         "which evaluation is the best one; none: ndcg_at_10",
         choice("loss", "recall_at_1", "recall_at_10", "ndcg_at_10"),
         default=None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2SeqSettings(BestModelSettings):
+    """Settings of one run that trains a model of sequence to sequence."""
+
+    may_shard: ClassVar[bool] = True
+
+    metric_for_best_model: str | None = setting(
+        "which evaluation is the best one, by what it has of these; none: loss",
+        choice("loss", "perplexity", "accuracy", *GENERATION_SCORES),
+        default=None,
+    )
+    generation_metrics: tuple[str, ...] = setting(
+        "scores of generated targets: exact_match, bleu and chrf (sacrebleu), word_error_rate (jiwer), rouge (rouge1, rouge2, "
+        "rougeL)",
+        (f"must be of {', '.join(GENERATION_METRICS)}", lambda names: set(names) <= set(GENERATION_METRICS)),
+        default=("exact_match",),
+    )
+    num_generations: int = setting(
+        "held-out sources whose targets are generated at an evaluation, the same ones at each; 0: none",
+        limit(10**6, 0),
+        default=100,
+    )
+    generation_length: int | None = setting(
+        "tokens of a generated target, at most; none: max_target_length", LENGTH, default=None
+    )
+    num_beams: int = setting(
+        "beams of the search for a target; 1: the likeliest token each time", limit(1000), default=1
     )
 
 

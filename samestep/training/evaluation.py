@@ -256,7 +256,7 @@ def find_best(evaluations: Sequence[Mapping[str, Any]], metric: str) -> tuple[in
     names = [name.removeprefix("eval_") for name in evaluations[0] if name.startswith("eval_")]
     if metric not in names:
         raise UsageError(f"metric_for_best_model is {metric!r}: {nearest(metric, names)}")
-    sign = -1 if metric.endswith(("loss", "perplexity", "mse", "mae", "error")) else 1
+    sign = -1 if metric.endswith(("loss", "perplexity", "mse", "mae", "error", "error_rate")) else 1
     values = [sign * line[f"eval_{metric}"] for line in evaluations]
     place = values.index(max(values))
     return evaluations[place]["step"], len(values) - 1 - place

@@ -250,7 +250,7 @@ class RunLog(Part):
         metrics, terms = self.compute_losses(sums, counts, prefix), list(self.recipe.loss_weights)
         if scores is not None:
             return metrics | {f"{prefix}{name}": value for name, value in scores.items()}
-        if terms == ["lm"]:
+        if terms in (["lm"], ["seq2seq"]):
             metrics[f"{prefix}perplexity"] = math.exp(min(metrics[f"{prefix}loss"], 700.0))
         names = [f"{prefix}{term}_accuracy" for term in terms] if len(terms) > 1 else [f"{prefix}accuracy"]
         return metrics | dict(zip(names, (correct / counts.clamp(min=1)).tolist(), strict=True))

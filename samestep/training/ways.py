@@ -37,6 +37,7 @@ WAYS: list[tuple[str, Callable[[Any, Any], bool]]] = [
 """MODULE:CLASS, and whether a recipe and its settings ask for it; the first that is asked for is taken."""
 
 ANSWERS, DEVIATION = "samestep.contrib.generation:Answers", "samestep.contrib.whole_step:Deviation"
+TARGETS = "samestep.contrib.generated_targets:Targets"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 ROUTERS = "samestep.contrib.whole_batch.router_loss:RouterLoad"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
@@ -50,7 +51,8 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
-    (ANSWERS, lambda run: getattr(run.settings, "num_generations", 0) > 0 and is_there(ANSWERS)),  # by default
+    (ANSWERS, lambda run: _generates(run, has_targets=False) and is_there(ANSWERS)),  # by default
+    (TARGETS, lambda run: _generates(run, has_targets=True) and is_there(TARGETS)),  # by default
     (PAGES, lambda run: run.settings.push_to_hub or is_there(PAGES)),
 ]
 """MODULE:CLASS, and whether a run asks for it; all that are asked for are made, and called, in this order."""
@@ -67,6 +69,12 @@ def _depends_on_cut(recipe: Any) -> bool:
 
 def _balances_experts(recipe: Any) -> bool:
     return bool(getattr(recipe, "balances_experts", False))
+
+
+def _generates(run: "Run", has_targets: bool) -> bool:
+    """Tell whether a run generates texts at its evaluations: targets of sources, or else answers of prompts."""
+    has_metrics = hasattr(run.settings, "generation_metrics")
+    return getattr(run.settings, "num_generations", 0) > 0 and has_metrics is has_targets
 
 
 def _follows_noise(recipe: Recipe) -> bool:

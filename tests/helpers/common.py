@@ -64,8 +64,13 @@ TINY_EMBEDDINGS = (
     "--num_attention_heads 2 --intermediate_size 64 --max_position_embeddings 32 --initializer_range 0.1 "
     "--learning_rate 5e-3 --max_grad_norm 0.2 --num_train_epochs none --max_train_steps 10 --global_batch_size 10"
 ).split()
-ROOM_TINIES = {"train_embeddings": TINY_EMBEDDINGS}
-"""Tiny models of programs that need a room."""
+TINY_SEQ2SEQ = (
+    "--recipe seq2seq_small_cpu --num_train_samples 40 --num_validation_samples 12 --hidden_size 16 --num_hidden_layers 2 "
+    "--num_attention_heads 2 --intermediate_size 32 --learning_rate 5e-3 --max_grad_norm 0.2 --num_train_epochs none "
+    "--max_train_steps 10 --global_batch_size 10 --num_generations 4 --generation_length 8"
+).split()
+ROOM_TINIES = {"train_embeddings": TINY_EMBEDDINGS, "finetune_seq2seq": TINY_SEQ2SEQ}
+"""Tiny models of programs whose steps their own tests look at."""
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
 
 

@@ -14,6 +14,8 @@ BUILTIN = {
         "builtin/drawn_pairs": "samestep.data.builtin.chats:load_source",
         "builtin/doctests": "samestep.data.builtin.chats:load_source",
     },
+    "sources and targets": {"builtin/spelled_dates_and_numbers": "samestep.data.builtin.spelled:load_rows"},
+    "recordings and texts": {"builtin/spoken_digits": "samestep.data.builtin.spoken_digits:load"},
     "images": {"builtin/digits": "samestep.data.builtin.digits:Digits"},
 }
 """Kind of samples -> `dataset_name` -> MODULE:NAME of what makes them. Captchas are a task of their own."""

@@ -9,6 +9,7 @@ TASK_MODULES = (
     "causal_lm_pretraining",
     "text_classification",
     "causal_lm_finetuning",
+    "seq2seq_finetuning",
     "embedding_training",
     "image_classification",
     "captcha_recognition",

@@ -1,0 +1,151 @@
+"""Reads rows of sources and targets: files, or datasets of the hub, whose columns are found by their usual names."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from samestep._internals.datasets_rows import rows_fingerprint
+from samestep.data import documents, row_report
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
+from samestep.errors import UsageError, nearest
+
+FEATURES = Features(dict.fromkeys(("source", "target", "origin"), Value("string"))) if datasets else None
+PAIRS = {
+    "source": "target",
+    "src": "tgt",
+    "input": "output",
+    "inputs": "targets",
+    "article": "highlights",
+    "document": "summary",
+    "dialogue": "summary",
+    "text": "summary",
+    "question": "answer",
+}
+"""Usual names of the columns of sources, and of the targets beside them; `FOUND` has more for these."""
+FOUND = ("target", "tgt", "output", "summary", "highlights", "abstract", "translation", "answer")
+TRANSLATION = "translation"
+"""Column of a text in several languages, by their names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The names of a file's columns. None: they are found by their usual names.
+
+    NAME.KEY is the text KEY of a column NAME that holds several, as `translation.en`.
+    """
+
+    source: str | None = None
+    target: str | None = None
+    languages: tuple[str | None, str | None] = (None, None)
+
+    def find(self, place: str, present: Sequence[str]) -> tuple[str, str]:
+        """Find the columns of source and target. Raises UsageError, with the columns that are present."""
+        shown = documents.list_names(present)
+        if self.source is not None and self.target is not None:
+            for field, name in (("source_column", self.source), ("target_column", self.target)):
+                if name not in present:
+                    hint = nearest(name, map(documents.shorten, present))
+                    raise UsageError(f"{place} has no column {name!r}, only {shown}. Set {field}: {hint}")
+            return self.source, self.target
+        if any(name.startswith(TRANSLATION + ".") for name in present):
+            first, second = (self._find_language(place, present, number) for number in range(2))
+            return first, second
+        source = next((name for name in PAIRS if name in present), None)
+        usual = tuple(PAIRS) if source is None else (PAIRS[source], *FOUND)
+        target = next((name for name in (PAIRS.get(source or ""), *FOUND) if name in present and name != source), None)
+        if source is None or target is None:
+            kind = "source" if source is None else "target"
+            raise UsageError(
+                f"{place}: none of its columns {shown} is called {', '.join(dict.fromkeys(usual))}, for the {kind}: name them "
+                "with --source_column and --target_column"
+            )
+        return source, target
+
+    def _find_language(self, place: str, present: Sequence[str], number: int) -> str:
+        field, language = ("source_language", "target_language")[number], self.languages[number] or ""
+        for key in (language, language.partition("_")[0]):  # en_XX of mBART is en
+            if f"{TRANSLATION}.{key}" in present:
+                return f"{TRANSLATION}.{key}"
+        names = [name for name in present if name.startswith(TRANSLATION + ".")]
+        raise UsageError(
+            f"{place} has texts {documents.list_names(names)}, but {field} is {language or None}, which is none of them: set "
+            "it, or name two of them with --source_column and --target_column"
+        )
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Give each text of a column that holds several a name of its own.
+
+    >>> flatten({"id": 1, "translation": {"en": "a", "de": "b"}})
+    {'id': 1, 'translation.en': 'a', 'translation.de': 'b'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def load_rows(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    columns: Columns = Columns(),
+    num_proc: int | None = None,
+) -> row_report.Table:
+    """Load sources and targets from exactly one of `train_file` and `dataset_name`; arguments as of
+    `labelled_texts.load_rows`.
+
+    Returns:
+        A memory-mapped dataset with columns `source`, `target` and `origin` (the file's name without its ending; None of the
+        hub), and what is known of rows that cannot be used.
+    """
+    options: dict[str, Any] = {"columns": columns}
+    if train_file:
+        files, keys = documents.find_files(train_file, documents.ROW_READERS)
+        key: Any = keys, options, hash_modules(__name__)
+        workers = min(num_proc or 1, len(files))
+        rows = documents.cache_rows(_read, FEATURES, key=key, num_proc=workers, files=files, **options)
+    else:
+        dataset = documents.load_hub(str(dataset_name), dataset_config_name, split, num_proc)
+        options["place"] = f"dataset_name {dataset_name!r}, split {split!r}"
+        key = rows_fingerprint(dataset), options, hash_modules(__name__)
+        rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
+    return row_report.split_notes(rows, "source")
+
+
+def _read(files: Sequence[str], columns: Columns) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield from _read_source(documents.read_rows(file), columns, Path(file).stem)
+
+
+def _read_dataset(dataset: Dataset, columns: Columns, place: str) -> Iterator[dict[str, Any]]:
+    rows = ((f"{place}, row {number}", row) for number, row in enumerate(dataset))
+    yield from _read_source(rows, columns, None)
+
+
+def _read_source(rows: Iterable[tuple[str, Any]], columns: Columns, origin: str | None) -> Iterator[dict[str, Any]]:
+    notes = row_report.Notes()
+    flat = ((place, flatten(values) if isinstance(values, Mapping) else values) for place, values in rows)
+
+    def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        source, target = (check_text(values[name], name) for name in names)
+        return {"source": source, "target": target, "origin": origin}
+
+    yield from row_report.read_noted(flat, lambda place, present, _: columns.find(place, present), make, notes)
+    yield from notes.write(FEATURES, "source")
+
+
+def check_text(value: Any, name: str) -> str:
+    """Return a value that is a text with a visible character. Raises UsageError where it is none."""
+    if value is None or (isinstance(value, float) and value != value):  # NaN
+        value = ""
+    if not isinstance(value, str):
+        raise UsageError(f"{name!r} holds {type(value).__name__}, not text")
+    if not value.strip():
+        raise UsageError(f"{name!r} is empty: fill it in, or remove the row")
+    if problem := documents.find_fault_of_text(value):
+        raise UsageError(problem)
+    return value

@@ -1,0 +1,220 @@
+"""Recordings of speech and their texts to samples: log-mel spectrograms, computed when a sample is needed.
+
+Each recording is read once to see whether it can be, and how long it is; its file, or its bytes in the cached table, are read
+again for every micro-batch. All are padded to the length that the model's encoder takes, as Whisper is trained.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
+
+from samestep._internals.datasets_rows import rows_fingerprint
+from samestep.data import audio, documents, row_report
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
+from samestep.data.seq2seq_rows import check_text
+from samestep.errors import UsageError, nearest, reason
+from samestep.recipe import extras
+from samestep.recipe.tasks.seq2seq_finetuning import POSITIONS_PER_SECOND, Seq2SeqFineTuning
+
+FEATURES = (
+    Features(
+        {
+            "path": Value("string"),
+            "bytes": Value("binary"),
+            "digest": Value("string"),
+            "target": Value("string"),
+            "origin": Value("string"),
+        }
+    )
+    if datasets
+    else None
+)
+AUDIO = ("audio", "speech", "file", "path", "file_name", "wav")
+TEXTS = ("text", "sentence", "transcription", "transcript", "normalized_text", "target")
+"""Usual names of the columns of recordings and of their texts."""
+
+
+def load_rows(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    columns: tuple[str | None, str | None] = (None, None),
+    max_seconds: float = 30.0,
+    num_proc: int | None = None,
+) -> row_report.Table:
+    """Load recordings and texts from exactly one of `train_file` and `dataset_name`, as `seq2seq_rows.load_rows` does.
+
+    Args:
+        columns: names of the two columns; None: found by their usual names.
+        max_seconds: of a recording; a longer one is a row that cannot be used.
+    """
+    extras.require("speech", "training on speech")
+    options: dict[str, Any] = {"columns": columns, "max_seconds": max_seconds}
+    modules = hash_modules(__name__, audio.__name__)
+    if train_file:
+        files, keys = documents.find_files(train_file, documents.ROW_READERS)
+        workers = min(num_proc or 1, len(files))
+        rows = documents.cache_rows(
+            _read, FEATURES, key=(keys, options, modules), num_proc=workers, files=files, **options
+        )
+    else:
+        dataset = documents.load_hub(str(dataset_name), dataset_config_name, split, num_proc)
+        for name, feature in dataset.features.items():
+            if isinstance(feature, datasets.Audio):
+                dataset = dataset.cast_column(name, datasets.Audio(decode=False))
+        options["place"] = f"dataset_name {dataset_name!r}, split {split!r}"
+        key = rows_fingerprint(dataset), options, modules
+        rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
+    return row_report.split_notes(rows, "target")
+
+
+def _read(files: Sequence[str], **options: Any) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield from _read_source(documents.read_rows(file), Path(file).stem, str(Path(file).parent), **options)
+
+
+def _read_dataset(dataset: Dataset, place: str, **options: Any) -> Iterator[dict[str, Any]]:
+    rows = ((f"{place}, row {number}", row) for number, row in enumerate(dataset))
+    yield from _read_source(rows, None, "", **options)
+
+
+def _read_source(
+    rows: Iterable[tuple[str, Any]],
+    origin: str | None,
+    folder: str,
+    columns: tuple[str | None, str | None],
+    max_seconds: float,
+) -> Iterator[dict[str, Any]]:
+    notes = row_report.Notes()
+
+    def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        text = check_text(values[names[1]], names[1])
+        path, data = audio.find_bytes(values[names[0]], names[0], folder)
+        content = audio.read_file(str(path)) if data is None else data
+        name = f"{names[0]!r}" if path is None else f"{names[0]!r} {documents.shorten(path)}"
+        seconds = len(audio.decode(content, name)) / audio.RATE
+        if seconds > max_seconds:
+            raise UsageError(
+                f"{name} is {seconds:.1f} seconds long, but the model takes {max_seconds:g}: cut it into parts"
+            )
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return {"path": path, "bytes": data, "digest": digest, "target": text, "origin": origin}
+
+    found = functools.partial(find_columns, columns)
+    yield from row_report.read_noted(rows, lambda place, present, _: found(place, present), make, notes)
+    yield from notes.write(FEATURES, "target")
+
+
+def find_columns(columns: tuple[str | None, str | None], place: str, present: Sequence[str]) -> tuple[str, str]:
+    """Find the columns of recordings and texts. Raises UsageError, with the columns that are present."""
+    shown, names = documents.list_names(present), []
+    for field, given, usual in zip(("source_column", "target_column"), columns, (AUDIO, TEXTS), strict=True):
+        name = given or next((name for name in usual if name in present), None)
+        if name is None:
+            raise UsageError(
+                f"{place}: none of its columns {shown} is called {', '.join(usual)}: name it with --{field}"
+            )
+        if name not in present:
+            hint = nearest(name, map(documents.shorten, present))
+            raise UsageError(f"{place} has no column {name!r}, only {shown}. Set {field}: {hint}")
+        names.append(name)
+    return names[0], names[1]
+
+
+class Recordings:
+    """The sources of samples: spectrograms of recordings.
+
+    Args:
+        extractor: makes spectrograms of the numbers of a recording.
+        load: returns the numbers of a sample's recording, float32 at `audio.RATE`.
+        digest: of all recordings.
+        num_positions: of the encoder, for each recording.
+        describe: names a sample's recording for people.
+    """
+
+    def __init__(
+        self,
+        extractor: WhisperFeatureExtractor,
+        load: Callable[[int], np.ndarray],
+        digest: str,
+        num_positions: int,
+        describe: Callable[[int], str],
+    ):
+        self.extractor, self.load, self.num_positions = extractor, load, num_positions
+        self._digest, self.describe = digest, describe
+        self.notes: list[str] = []
+
+    def __getitem__(self, sample_id: int) -> int:
+        """Return what a sample keeps of its source: its number."""
+        return int(sample_id)
+
+    def length(self, source: int) -> int:
+        """Count the positions of the encoder."""
+        return self.num_positions
+
+    def digest(self) -> str:
+        """Hash all recordings, and how spectrograms are made of them."""
+        return hash_parts(self._digest, self.extractor.to_json_string())
+
+    def num_values(self, num_samples: int) -> int:
+        """Count the positions of all sources."""
+        return num_samples * self.num_positions
+
+    def longest(self) -> int:
+        """Return the source of the greatest length."""
+        return 0
+
+    def collate(self, sources: Sequence[int]) -> tuple[torch.Tensor, None]:
+        """Compute the spectrograms, float32 [S, bins, frames]; those of no samples are one of zeros."""
+        rows = [self._compute(self.load(sample_id)) for sample_id in sources]
+        if not rows:
+            rows = [np.zeros((self.extractor.feature_size, self.extractor.nb_max_frames), np.float32)]
+        return torch.from_numpy(np.stack(rows)), None
+
+    def _compute(self, sound: np.ndarray) -> np.ndarray:
+        features = self.extractor(sound, sampling_rate=audio.RATE, return_tensors="np")
+        return np.asarray(features["input_features"][0], np.float32)
+
+
+def read_recordings(rows: Dataset, recipe: Seq2SeqFineTuning) -> Recordings:
+    """Make the sources of rows that `load_rows` returned."""
+    files = rows.select_columns(["path", "bytes", "digest"])
+
+    def load(sample_id: int) -> np.ndarray:
+        row = files[sample_id]
+        content = row["bytes"] if row["bytes"] is not None else audio.read_file(row["path"])
+        if hashlib.blake2b(content, digest_size=16).hexdigest() != row["digest"]:
+            raise UsageError(f"{row['path']} is another file than at the start of the run: begin the run anew")
+        return audio.decode(content)
+
+    def describe(sample_id: int) -> str:
+        return str(files[sample_id]["path"] or f"recording {sample_id}")
+
+    return Recordings(make_extractor(recipe), load, hash_parts(*files["digest"]), recipe.max_source_length, describe)
+
+
+def make_extractor(recipe: Seq2SeqFineTuning) -> WhisperFeatureExtractor:
+    """Load the extractor of the model to start from, or make one of Whisper's for random weights.
+
+    Raises:
+        UsageError: there is none, or it is for recordings of another length.
+    """
+    if recipe.model_name_or_path is None:
+        return WhisperFeatureExtractor(chunk_length=recipe.max_source_length // POSITIONS_PER_SECOND)
+    name = f"model_name_or_path {recipe.model_name_or_path}"
+    try:
+        extractor = AutoFeatureExtractor.from_pretrained(recipe.model_name_or_path)
+    except Exception as error:  # of any kind: network, names, files of others
+        raise UsageError(f"{name} has no preprocessor_config.json that can be read: {reason(error)}") from None
+    length = getattr(extractor, "chunk_length", 0) * POSITIONS_PER_SECOND
+    if length != recipe.max_source_length:
+        raise UsageError(f"max_source_length is {recipe.max_source_length}, but {name} takes {length}: set it to that")
+    return extractor
