@@ -238,6 +238,10 @@ def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
         UsageError: the configuration cannot be found, or has no formula; max_seq_length is above the model's positions, or
             lora_rank above its width.
     """
+    if recipe.images:
+        raise UnknownShapeError(
+            f"images is true: the tower of images of {recipe.model_name_or_path} has no formula here"
+        )
     if recipe.model_name_or_path is not None:
         shape = shape_from_config(find_config(find_weights(recipe)), recipe.model_name_or_path)
     else:

@@ -246,7 +246,7 @@ def recipe(**changes) -> SimpleNamespace:
             "lora_targets": ("all-linear",),
             "use_rslora": False,
         },
-        **{"use_dora": False, "modules_to_save": None, "max_seq_length": 12},
+        **{"use_dora": False, "modules_to_save": None, "max_seq_length": 12, "images": False},
         **{"preference_beta": 0.5, "preference_margin": 0.3},
     }
     terms = {"sft": ["lm"], "dpo": ["preference", "sft"], "orpo": ["sft", "odds"]}

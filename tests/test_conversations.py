@@ -75,7 +75,7 @@ def recipe(**changes):
     }
     values |= {"train_on": "assistant", "max_seq_length": 256, "truncation": "drop", "loss_weighting": "token"}
     values |= {"objective": "sft", "loss_weights": {"lm": 1.0}, "tokenizer_name": None, "vocab_size": 300}
-    values |= {"mixture_weights": None, "column_names": {}}
+    values |= {"mixture_weights": None, "column_names": {}, "images": False}
     if isinstance(changes.get("dataset_name"), str):
         changes["dataset_name"] = (changes["dataset_name"],)
     return SimpleNamespace(**values | {"model_name_or_path": None} | changes)

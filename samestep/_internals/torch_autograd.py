@@ -26,3 +26,20 @@ def pin_memory(value: Any) -> Any:
     """Return collated values, nested or not, copied to page-locked memory, as a DataLoader with pin_memory does (torch 2.13,
     `torch.utils.data._utils.pin_memory`)."""
     return _pinning.pin_memory(value)
+
+
+def find_leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Find the leaves of a tensor's graph, those that a backward gives a gradient; none where it has no graph.
+
+    torch 2.13: nodes that accumulate gradients are the only ones with a `variable`.
+    """
+    nodes, seen, leaves = [tensor.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from samestep.models import stop_tokens
+from samestep.models.image_text import to_dtype
 from samestep.training.parts import Part
 from samestep.training.run import Run
 
@@ -44,18 +45,23 @@ class Answers(Part):
         _, source = self.run.data
         ids = source.choose_samples(settings.num_generations)
         questions = [source.find_question(sample_id) for sample_id in ids]
-        if not questions or not model.causal_lm.can_generate():  # a reward model does not
+        has_prompts = not (
+            self.run.recipe.images and self.run.recipe.train_on == "all"
+        )  # else images follow what is before
+        if not questions or not has_prompts or not model.causal_lm.can_generate():  # a reward model does not
             return {}
         tokenizer, answers = source.tokenizer, []
         lengths = [len(prompt) for prompt, _ in questions]
-        batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
+        size = 1 if self.run.recipe.images else settings.per_device_eval_batch_size  # images belong to a prompt
+        batches = make_batches(lengths, size, may_pad=not model.is_padded)
         is_sharded = isinstance(model, FSDPModule)
         share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
         with model.own_attention() as causal_lm, gathered_root(model), accelerator.autocast():
             ends = find_ends(causal_lm, tokenizer)
             for batch in share:
                 prompts = [questions[place][0] for place in batch]
-                texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded)
+                more = source.find_inputs([ids[place] for place in batch]) | source.find_types(prompts[0])
+                texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded, more)
                 answers += zip(batch, texts, strict=True)
         tokens = dict(gather_object(answers))
 
@@ -121,6 +127,7 @@ def continue_greedily(
     num_tokens: int,
     ends: Sequence[int],
     is_sharded: bool = False,
+    more: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[int]]:
     """Continue prompts by the likeliest tokens, up to the first of `ends`, which is left out.
 
@@ -132,6 +139,7 @@ def continue_greedily(
         num_tokens: the largest number of tokens of a continuation; what the model has no positions for is left out.
         ends: tokens that end a text.
         is_sharded: whether each token needs all processes, so that none may stop before the others.
+        more: what the model takes beside tokens, such as pixels; None: nothing.
 
     Returns:
         Token ids of each continuation.
@@ -157,6 +165,7 @@ def continue_greedily(
         eos_token_id=list(ends),
         pad_token_id=ends[0],
         synced_gpus=is_sharded,
+        **{name: to_dtype(value, model.dtype).to(model.device) for name, value in (more or {}).items()},
     )
     model.train(was_training)
     rows = tokens[:, length:].tolist()

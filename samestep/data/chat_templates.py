@@ -25,6 +25,7 @@ from samestep.data.arrow import Dataset, Features, Value, hash_modules, hash_par
 from samestep.data.conversation_rows import has_turns
 from samestep.data.documents import shorten
 from samestep.data.row_forms import find_beginning
+from samestep.data.row_images import list_texts
 from samestep.data.template_process import PROCESS, Part, Rendering, Request, TemplateLimitError, TemplateRefusal
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
@@ -511,6 +512,15 @@ class Renderer(ChatTemplate):
             + others
         )
 
+    def keeps_images(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]], max_length: int) -> bool:
+        """Tell whether sequences that are cut at `max_length` tokens keep all of their images: texts have none."""
+        return True
+
+    @property
+    def key(self) -> str | None:
+        """Hash of what makes tokens beside the tokenizer; None: nothing does."""
+        return None
+
     def find_stop(self, tokens: np.ndarray, is_trained: np.ndarray) -> int:
         """Return the id of the stop token that ends a sequence and is trained, or -1."""
         end = self._find_end_of_turn(tokens.tolist())
@@ -522,7 +532,8 @@ class Renderer(ChatTemplate):
     def holds_special(self, row: Mapping[str, Any]) -> bool:
         """Tell whether a turn's content holds a special token as text."""
         turns = [*row["prompt"], *(turn for answer in row["answers"] for turn in answer)] if self.has_turns else []
-        return any(token in turn.get("content", "") for turn in turns for token in self.special_tokens)
+        texts = [text for turn in turns for text in list_texts(turn.get("content"))]
+        return any(token in text for text in texts for token in self.special_tokens)
 
 
 def _write_call(number: int, call: Any, takes_text: bool) -> Any:
@@ -569,7 +580,7 @@ def _find_spans(turns: list[dict], whole: Rendering) -> dict[int, tuple[int, int
             if not own and spans:
                 del spans[max(spans)]
             continue
-        answer = (turn.get("content") or "").rpartition("</think>")[2]  # without thoughts
+        answer = "".join(list_texts(turn.get("content"))).rpartition("</think>")[2]  # without thoughts
         if len(own) == 1 and answer.strip() in whole.text[slice(*own[0])]:
             spans[number] = own[0]
     return spans
@@ -588,14 +599,14 @@ def _check_nothing_is_lost(turns: list[dict], tools: list[dict] | None, text: st
     """Check that a rendered text holds the content of each turn, in order, and the names of tools and of calls."""
     place = 0
     for number, turn in enumerate(turns, start=1):
-        parts = [turn.get("content") or ""]
+        parts = list_texts(turn.get("content")) or [""]
         if turn["role"] == "assistant":
             before, _, content = parts[0].rpartition("</think>")
             thought = before.rpartition("<think>")[2] or next(
                 (turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)), ""
             )
             # Templates leave out the thoughts of earlier turns, as they do when the model answers
-            parts = [thought, content] if number == len(turns) else [content]
+            parts = [*([thought] if number == len(turns) else []), content, *parts[1:]]
         for part in map(str.strip, parts):
             start, size = text.find(part, place), len(part)
             if start < 0 and turn["role"] == "tool":  # some templates write what a tool returned as JSON
@@ -645,7 +656,7 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: a tokenizer or a template that cannot be used, or a vocab_size that is too small.
     """
-    template = None if recipe.chat_template is None else _read_template(recipe.chat_template)
+    template = choose_template(recipe)
     name = recipe.tokenizer_name or recipe.model_name_or_path
     if name is not None:
         is_required = recipe.model_name_or_path is not None or SESSION in os.environ
@@ -705,6 +716,11 @@ def naming_template(recipe: Any) -> Iterator[None]:
         if recipe.chat_template is None:
             name = f"the chat template of {format_name(recipe.tokenizer_name or recipe.model_name_or_path)}"
         raise UsageError(f"{name} {error}") from None
+
+
+def choose_template(recipe: Any) -> str | None:
+    """Read the template that a recipe gives; None: it gives none."""
+    return None if recipe.chat_template is None else _read_template(recipe.chat_template)
 
 
 def _read_template(file: str) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import documents, row_forms, row_report
-from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
+from samestep.data import documents, row_forms, row_images, row_report
+from samestep.data.arrow import Dataset, Features, List, Value, datasets, hash_modules
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, Notes, Problem, RowReport, Table, count_unused, refuse, split_notes
@@ -22,7 +22,7 @@ from samestep.errors import UsageError, nearest
 NAMES = ("columns", "row", "place", "source", "unused")
 FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None
 HELD_OUT = "validation_file"
-READING = (__name__, row_forms.__name__, row_report.__name__)
+READING = (__name__, row_forms.__name__, row_images.__name__, row_report.__name__)
 """Modules that read rows: what they have cached is made anew when they change."""
 MAX_SOURCES = 20
 """Entries of train_file at most that are told apart where no weights are given: more are files that a shell found."""
@@ -53,6 +53,8 @@ def load_sources(recipe: Any) -> list[Source]:
         UsageError: data that cannot be used; sources of turns beside sources of texts; a file in two sources.
     """
     options = {"wants_pairs": recipe.objective != "sft", "train_on": recipe.train_on, "columns": recipe.column_names}
+    if recipe.images:
+        options["takes_images"] = True
     entries = list(recipe.train_file or recipe.dataset_name)
     builtins = [entry for entry in entries if is_builtin(entry)]
     if builtins and recipe.validation_file is not None:
@@ -182,6 +184,7 @@ def load_rows(
     train_on: str = "assistant",
     columns: Mapping[str, str] | None = None,
     names: Sequence[str] | None = None,
+    takes_images: bool = False,
 ) -> Table:
     """Load conversations, or pairs, from files.
 
@@ -194,6 +197,7 @@ def load_rows(
         train_on: see `Conversations`; other forms than `text` need a turn of the assistant at the end unless it is `all`.
         columns: name in the files -> the name by which it is read, see `RowReader`.
         names: of the source of each entry; None: by the entries, if there are no more than `MAX_SOURCES`; else none.
+        takes_images: whether rows may hold images, see `row_images`; paths are relative to the row's file.
 
     Returns:
         A memory-mapped dataset with string columns `columns`, names of the columns that were read; `row`, JSON with `prompt`,
@@ -205,6 +209,8 @@ def load_rows(
         UsageError: a file that cannot be read, or holds no row.
     """
     options: dict[str, Any] = {"wants_pairs": wants_pairs, "train_on": train_on, "columns": dict(columns or {})}
+    if takes_images:
+        options["takes_images"] = True
     files, keys = documents.find_files(train_file, documents.ROW_READERS)
     if names is None:
         names = name_sources(train_file) if len(train_file) <= MAX_SOURCES else ["files"] * len(train_file)
@@ -240,6 +246,7 @@ def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str
     """Read the rows of files, each with its source's name, and behind them their `row_report.Notes`."""
     reader, notes = RowReader(**options), Notes()
     for file, source in files:
+        reader.turns.folder = os.path.dirname(os.path.abspath(file))
         is_table = Path(file).suffix.lower() not in (".json", ".jsonl")
         yield from _read_source(documents.read_rows(file), is_table, source, reader, notes)
     yield from notes.write(FEATURES, "row")
@@ -247,10 +254,23 @@ def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str
 
 def _read_dataset(dataset: Dataset, name: str, source: str, **options: Any) -> Iterator[dict[str, str | None]]:
     """Read the rows of a dataset, as `_read` those of files."""
-    notes = Notes()
+    notes, reader = Notes(), RowReader(**options)
+    reader.turns.folder = name if os.path.isdir(name) else None
+    if reader.turns.takes_images:
+        dataset = _keep_encoded(dataset)
     rows = ((f"dataset_name {name!r}, row {number}", values) for number, values in enumerate(dataset))
-    yield from _read_source(rows, True, source, RowReader(**options), notes)
+    yield from _read_source(rows, True, source, reader, notes)
     yield from notes.write(FEATURES, "row")
+
+
+def _keep_encoded(dataset: Dataset) -> Dataset:
+    """Let the columns of a dataset give images as they are stored, which may be damaged."""
+    for name, feature in dataset.features.items():
+        inner = getattr(feature, "feature", feature)
+        if isinstance(inner, datasets.Image):
+            encoded = datasets.Image(decode=False)
+            dataset = dataset.cast_column(name, encoded if inner is feature else List(encoded))
+    return dataset
 
 
 def _read_source(

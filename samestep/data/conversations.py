@@ -7,6 +7,7 @@ predict (see `chat_templates`). Sequences lie end to end in a micro-batch: nothi
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from samestep.data import chat_templates, template_process
 from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
 from samestep.data.conversation_rows import HELD_OUT, Source, has_turns, load_sources, name_sources
+from samestep.data.row_images import list_texts
 from samestep.data.row_report import Problem, RowReport, group, refuse
 from samestep.data.template_process import PROCESS, TemplateLimitError
 from samestep.data.tokenizer import fingerprint
@@ -36,6 +38,8 @@ with a fault."""
 COUNTS = ("border", "state", "stops", "special", "rewritten", "turns", "trained_turns", "weightless_turns")
 """Columns of numbers of the tokenized table."""
 NOTHING = "no token is trained"
+IMAGES = "samestep.data.image_conversations"
+"""Module of rows with images."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +195,19 @@ class Conversations:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer with its template."""
         return self.renderer.tokenizer
+
+    @property
+    def processor(self) -> Any:
+        """The tokenizer, which is saved beside the model."""
+        return self.tokenizer
+
+    def find_inputs(self, sample_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Find what the model takes of samples beside their tokens: nothing."""
+        return {}
+
+    def find_types(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
+        """Find what the model takes beside these tokens, int64 [1, n] each: nothing."""
+        return {}
 
     @property
     def columns(self) -> str:
@@ -371,10 +388,9 @@ def build(
     cutting = recipe.max_seq_length, recipe.truncation == "cut", num_workers
     with contextlib.closing(PROCESS):
         try:
-            tokenizer = make_tokenizer(recipe, rows)
             with naming_template(recipe):
-                train_on = "completions" if _has_pairs(rows) else recipe.train_on
-                renderer = Renderer(tokenizer, train_on, has_turns(rows), date)
+                renderer = _make_renderer(recipe, rows, date)
+                tokenizer = renderer.tokenizer
                 table = tokenize(rows, tokenizer, renderer, *cutting, "training conversations")
                 other = tokenize(held_out, tokenizer, renderer, *cutting, "held-out conversations")
                 reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
@@ -387,11 +403,20 @@ def build(
             refuse(bad, sum(report.num_read for report in reports))
         tokenizer.model_max_length = recipe.max_seq_length  # saved with it: a pipeline truncates to that
         mixed = [source for source in sources if source.entry != HELD_OUT]
-        train = Conversations(rows, table, renderer, recipe, description="training conversations", sources=mixed)
+        make_samples = importlib.import_module(IMAGES).ImageConversations if recipe.images else Conversations
+        train = make_samples(rows, table, renderer, recipe, description="training conversations", sources=mixed)
         train.row_reports = reports
     if not len(held_out):
         return train, None
-    return train, Conversations(held_out, other, renderer, recipe, description="held-out conversations")
+    return train, make_samples(held_out, other, renderer, recipe, description="held-out conversations")
+
+
+def _make_renderer(recipe: Any, rows: Dataset, date: str | None) -> Renderer:
+    train_on = "completions" if _has_pairs(rows) else recipe.train_on
+    if recipe.images:
+        images = importlib.import_module(IMAGES)
+        return images.ImageRenderer(images.make_processor(recipe), train_on, date)
+    return Renderer(make_tokenizer(recipe, rows), train_on, has_turns(rows), date)
 
 
 def _has_pairs(rows: Dataset) -> bool:
@@ -515,6 +540,8 @@ def tokenize(
     key: tuple = fingerprint(tokenizer), tokenizer.special_tokens_map, renderer.template, renderer.date
     modules = (__name__, chat_templates.__name__, template_process.__name__, chat_rendering.__name__)
     key += renderer.train_on, max_seq_length, cuts, hash_modules(*modules)
+    if renderer.key is not None:
+        key += renderer.key, importlib.import_module(IMAGES).list_marks(rows)
     options: dict[str, Any] = {"fn_kwargs": arguments, "features": Features(columns)}
     return map_once(rows, _tokenize, key, description, num_workers, **options)
 
@@ -537,7 +564,7 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
         except UsageError as error:
             problem, state = str(error), BAD
         if state == KEPT and max(len(tokens) for tokens, _ in sequences) > max_seq_length:
-            state = CUT if cuts else TOO_LONG
+            state = CUT if cuts and renderer.keeps_images(sequences, max_seq_length) else TOO_LONG
             sequences = [(tokens[:max_seq_length], trained[:max_seq_length]) for tokens, trained in sequences]
             is_equal = len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0])
         else:
@@ -578,7 +605,7 @@ def _leave_out_turns(row: Mapping[str, Any], tokens: np.ndarray, is_trained: np.
     edges = np.flatnonzero(np.diff(is_trained, prepend=False, append=False)).reshape(-1, 2)
     is_clear = len(edges) == len(turns)
     for (number, turn), (start, end) in zip(turns, edges, strict=False):
-        content = turn.get("content", "").rpartition("</think>")[2].strip()
+        content = "".join(list_texts(turn.get("content"))).rpartition("</think>")[2].strip()
         is_clear &= content in renderer.tokenizer.decode(tokens[start:end])
         if number in row["untrained"]:
             is_trained[start:end] = False

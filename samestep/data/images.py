@@ -199,7 +199,7 @@ class Images:
         except Exception as error:
             raise RunError(
                 f"{self.store.description}: {self.store.name(row)} was an image at the start and is none now "
-                f"({_reason(error)}): restore it and resume"
+                f"({explain(error)}): restore it and resume"
             ) from error
         rng = None if self.seed is None else sample_rng(self.seed, AUGMENTATION, *sample)
         crops = self.augmentation == "imagenet"
@@ -335,6 +335,11 @@ def _decode(image: Image.Image, num_channels: int) -> Image.Image:
             return image.convert(mode)
         image.load()  # before the file is closed
         return image
+
+
+def open_rgb(file: str | io.BytesIO) -> Image.Image:
+    """Open an image of any format that is read, upright, in 3 channels of 8 bits, see `_decode`."""
+    return _decode(Image.open(file, formats=_find_formats()), 3)
 
 
 def _scale_levels(levels: np.ndarray, image: Image.Image) -> np.ndarray:
@@ -675,7 +680,7 @@ def _verify(store: Store, row: int) -> tuple[str | None, list[str]]:
             raise UsageError(
                 f"{store.description}: {store.name(row)} cannot be read ({error.strerror}): check the file and its permissions"
             ) from error
-        return _reason(error), []
+        return explain(error), []
     return None, notes
 
 
@@ -718,7 +723,7 @@ def _save_results(file: Path, results: dict[str, list]) -> None:
         part.replace(file)
 
 
-def _reason(error: Exception) -> str:
+def explain(error: Exception) -> str:
     """Describe an error in a few words, without the file's name."""
     return (
         "not an image" if isinstance(error, PIL.UnidentifiedImageError) else " ".join(str(error).split()) or repr(error)

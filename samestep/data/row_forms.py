@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
+from samestep.data import row_images
 from samestep.data.documents import find_fault_of_text, list_names, shorten
 from samestep.data.row_report import write_unused
 from samestep.errors import UsageError, is_utf8, nearest, reason
@@ -69,6 +70,7 @@ class _Plan(NamedTuple):
         unused: names of all other columns.
         is_plain: whether texts stay texts; else they become turns.
         columns: those that are read, for people.
+        images: the column of images, where rows may have them.
     """
 
     form: str
@@ -84,6 +86,7 @@ class _Plan(NamedTuple):
     unused: Sequence[str]
     is_plain: bool
     columns: str
+    images: str | None = None
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -96,14 +99,17 @@ class TurnReader:
 
     Args:
         left_out: names of fields that say nothing.
+        takes_images: whether turns may hold images.
 
     Attributes:
+        folder: to which paths of images are relative; None: this process's.
         fields: of the row's turns, beside role and content, as `COLUMN[].FIELD`.
         has_untrained: whether a turn of the row is not to be trained.
     """
 
-    def __init__(self, left_out: set[str]):
-        self.left_out = left_out
+    def __init__(self, left_out: set[str], takes_images: bool = False):
+        self.left_out, self.takes_images = left_out, takes_images
+        self.folder: str | None = None
         self.fields: set[str] = set()
         self.has_untrained = False
 
@@ -161,13 +167,15 @@ class TurnReader:
             raise UsageError(f"{where}: role is {name}, must be one of {', '.join(ROLES)}: rename it")
         turn["role"] = role
         if isinstance(turn.get("content"), list):
-            turn["content"] = self._join_parts(column, where, turn["content"])
+            turn["content"] = self._read_parts(column, where, turn["content"])
         if role == "function_call":
             turn |= {"role": "assistant", "content": "", "tool_calls": _read_calls(where, turn.get("content"))}
             role = "assistant"
         elif "function_call" in turn and role == "assistant" and "tool_calls" not in turn:
             turn["tool_calls"] = _read_calls(where, turn.pop("function_call"))
         content = turn.get("content", "")
+        if isinstance(content, list):  # of a turn with images
+            content = row_images.MARK + "".join(row_images.list_texts(content))
         if not isinstance(content, str):
             raise UsageError(f"{where}: content holds {type(content).__name__}, not text: write it as text")
         calls = turn.get("tool_calls", [])
@@ -212,25 +220,34 @@ class TurnReader:
             turn["weight"] = 0
             self.has_untrained = True
 
-    def _join_parts(self, column: str, where: str, parts: Sequence[Any]) -> str:
-        """Join the texts of a content in parts, a line each, as servers of models do."""
-        texts = []
+    def _read_parts(self, column: str, where: str, parts: Sequence[Any]) -> str | list[dict[str, Any]]:
+        """Read a content in parts; texts without an image are joined, a line each, as servers of models do."""
+        read: list[dict[str, Any]] = []
         for part in parts:
             if isinstance(part, str):
-                texts.append(part)
+                read.append({"type": "text", "text": part})
                 continue
             part = {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else {}
             kind = part.get("type", "text")
+            if kind in row_images.PARTS and self.takes_images:
+                read.append({"type": "image"})
+                if not row_images.is_place(part):
+                    read[-1]["image"] = row_images.read_image(where, part, self.folder)
+                continue
             if kind not in TEXT_PARTS:
+                known = "text and images are" if self.takes_images else "text is"
+                hint = "set images to true, or " if kind in row_images.PARTS else ""
                 raise UsageError(
-                    f"{where}: content holds a part of the type {shorten(str(kind))!r}, but only text is trained: leave out "
-                    "the row"
+                    f"{where}: content holds a part of the type {shorten(str(kind))!r}, but only {known} trained: {hint}leave "
+                    "out the row"
                 )
             if not isinstance(part.get("text"), str):
                 raise UsageError(f"{where}: content holds a part without text: write it as text")
             self.fields |= {f"{column}[].content[].{key}" for key in part if key not in ("type", "text")}
-            texts.append(part["text"])
-        return "\n".join(texts)
+            read.append({"type": "text", "text": part["text"]})
+        if any(part["type"] == "image" for part in read):
+            return read
+        return "\n".join(row_images.list_texts(read))
 
     def read_history(self, column: str, value: Any) -> list[dict[str, Any]]:
         """Read earlier questions and answers: turns, or pairs of texts."""
@@ -254,11 +271,12 @@ class RowReader:
         wants_pairs: read pairs, which no other form can give.
         train_on: see `Conversations`.
         columns: name in files -> name of `COLUMNS`, or `UNUSED`: it is left out.
+        takes_images: whether rows may hold images; then all of them are turns.
     """
 
-    def __init__(self, wants_pairs: bool, train_on: str, columns: Mapping[str, str]):
+    def __init__(self, wants_pairs: bool, train_on: str, columns: Mapping[str, str], takes_images: bool = False):
         self.wants_pairs, self.train_on, self.names = wants_pairs, train_on, dict(columns)
-        self.turns = TurnReader({name for name, target in columns.items() if target == UNUSED})
+        self.turns = TurnReader({name for name, target in columns.items() if target == UNUSED}, takes_images)
         self.plans: dict[tuple[str, ...], _Plan | UsageError] = {}
         self.first: _Plan | None = None
         self.has_turns: bool | None = None
@@ -289,6 +307,8 @@ class RowReader:
             )
         self.turns.fields, self.turns.has_untrained = set(), False
         prompt, answers = getattr(self, f"_read_{plan.form}")(plan, values)
+        if self.turns.takes_images:
+            _place_images(plan, values, [*prompt, *itertools.chain(*answers)], self.turns.folder)
         tools = None if plan.tools is None else _read_tools(plan.tools, values[plan.tools])
         has_turns = isinstance(prompt, list)
         if self.has_turns is not None and has_turns != self.has_turns:
@@ -360,7 +380,8 @@ class RowReader:
             contexts, history = [], None
         if form == "text":
             system = tools = None
-        is_read = {question, *read, *contexts, system, history, tools}
+        images = next(iter(find(row_images.COLUMNS)), None) if self.turns.takes_images else None
+        is_read = {question, *read, *contexts, system, history, tools, images}
         changing = [*TURNS, *QUESTIONS, *CONTEXTS, *COLUMNS["system"], *COLUMNS["history"], *COLUMNS["tools"], *MEDIA]
         changing += [*PAIR, "functions"]
         others = [name for name in find(changing) if name not in is_read]
@@ -374,18 +395,17 @@ class RowReader:
         unused = [name for name in present if name not in {*is_read, *others, *labels, *weights}]
         is_plain = form == "text" or (
             form != "messages"
-            and not (contexts or system or history or tools)
+            and not (contexts or system or history or tools or self.turns.takes_images)
             and str(question or "prompt").lower() == "prompt"
             and read[0].lower() in ("completion", *PAIR)
         )
         sources = {target: name for name, target in self.names.items()}
-        used = (question, *read, *contexts, system, history, tools, *labels, *weights)
+        used = (question, *read, *contexts, system, history, tools, *labels, *weights, images)
         columns = ", ".join(
             f"{name}={sources[name]}" if sources.get(name, name) != name else name for name in used if name is not None
         )
-        return _Plan(
-            form, question, read, contexts, system, history, tools, labels, weights, others, unused, is_plain, columns
-        )
+        read_from = (form, question, read, contexts, system, history, tools)
+        return _Plan(*read_from, labels, weights, others, unused, is_plain, columns, images)
 
     # -----------------------------------------------------------------------------------------------------------------
     # forms
@@ -507,7 +527,7 @@ class RowReader:
         if plan.system is not None and _is_full(values[plan.system]):
             content = _check_text(plan.system, values[plan.system])
             if turns and turns[0]["role"] in ("system", "developer"):
-                if turns[0]["content"].strip() != content.strip():
+                if str(turns[0]["content"]).strip() != content.strip():
                     raise UsageError(
                         f"{plan.system} says something else than the turn of the system: leave one of them out"
                     )
@@ -595,7 +615,8 @@ def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: 
     if not others:
         return unused
     if isinstance(prompt, list):
-        contents = {turn.get("content", "").strip() for turn in itertools.chain(prompt, *answers)}
+        turns = itertools.chain(prompt, *answers)
+        contents = {text.strip() for turn in turns for text in row_images.list_texts(turn.get("content", ""))}
     else:
         contents = {prompt or "", *answers}
 
@@ -608,7 +629,8 @@ def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: 
     for name in others:
         value, low = values[name], name.lower()
         if low in MEDIA:
-            raise UsageError(f"{name} is not empty, but only text is trained: leave out the row")
+            hint = "set images to true, or " if low in row_images.COLUMNS else ""
+            raise UsageError(f"{name} is not empty, but only text is trained: {hint}leave out the row")
         if low == "functions":
             raise UsageError(
                 f"{name} is not used, but may change the answers: rename it to tools, or leave out the row"
@@ -662,6 +684,18 @@ def _is_full(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return bool(value)
     return value is not None
+
+
+def _place_images(plan: _Plan, values: Mapping[str, Any], turns: Sequence[dict[str, Any]], folder: str | None) -> None:
+    """Put the images of a row's column into its turns."""
+    if plan.form == "text":
+        raise UsageError("text has no turns, but images is true: give messages, or set images to false")
+    value = None if plan.images is None else values[plan.images]
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        value = _parse(str(plan.images), value)
+    listed = value if isinstance(value, list | tuple) else [value] if _is_full(value) else []
+    images = [row_images.read_image(str(plan.images), image, folder) for image in listed]
+    row_images.place_images(turns, images, at_the_beginning=plan.form == "answer")
 
 
 def _read_tools(column: str, value: Any) -> list[dict[str, Any]] | None:

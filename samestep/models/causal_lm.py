@@ -4,7 +4,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -38,6 +39,8 @@ from samestep.step.log_probabilities import count_tokens, sequence_logps
 
 PREFERENCES = "samestep.contrib.preferences"
 """Module of the losses of pairs of sequences, of all objectives but sft."""
+IMAGES = "samestep.models.image_text"
+"""Module of models of images and text."""
 NF4 = "samestep.contrib.nf4"
 """Module that rounds a base to 4 bits."""
 SHAPE = (
@@ -64,7 +67,8 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
         UsageError: no such architecture, or it has no such field; the weights cannot be loaded, or the vocabulary is too small.
     """
     tokenizer, is_reward = getattr(source, "tokenizer", None), recipe.objective == "reward"
-    model_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
+    model_class = AutoModelForImageTextToText if recipe.images else AutoModelForCausalLM
+    model_class = AutoModelForSequenceClassification if is_reward else model_class
     head = {"num_labels": 1} if is_reward else {}
     if shape is not None or recipe.model_name_or_path is None:
         make, values = choose_config(recipe, tokenizer) if shape is None else (AutoConfig.for_model, shape)
@@ -146,6 +150,8 @@ class CausalLmSums(SummedLosses):
         notes: lines for the log: why sequences are padded, what else is unlike other models.
     """
 
+    PADDED: ClassVar[str | None] = None  # why all of these models are
+
     def __init__(
         self,
         model: nn.Module,
@@ -164,7 +170,7 @@ class CausalLmSums(SummedLosses):
         self.notes, self.is_padded = [], False
         self.scale, self.softcap = _find_scale(causal_lm)
         name = type(causal_lm).__name__
-        if problem := _compute_in_rows(causal_lm):
+        if problem := self.PADDED or _compute_in_rows(causal_lm):
             self.is_padded = True
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
         noisy = _find_noise_of_functions(causal_lm)
@@ -195,6 +201,8 @@ class CausalLmSums(SummedLosses):
             source: with a tokenizer; None: the recipe decides.
             shape: as of `build_model`.
         """
+        if recipe.images:
+            cls = importlib.import_module(IMAGES).with_blank(source)
         model, notes = build_model(recipe, source, shape), []
         stop_tokens.add(model, source)
         if recipe.base_quantization is not None:
@@ -225,7 +233,7 @@ class CausalLmSums(SummedLosses):
         }
 
     def forward(
-        self, input_ids, position_ids, ends, labels, label_index, label_sequence, reference=None
+        self, input_ids, position_ids, ends, labels, label_index, label_sequence, reference=None, **images
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum each term's loss, and count correct predictions, when evaluating, or pairs ranked rightly; both [terms]. Without
         a gradient, give the margins of pairs, [pairs, 1], instead of their number.
@@ -236,8 +244,9 @@ class CausalLmSums(SummedLosses):
             labels, label_index, label_sequence: int64 [m]: of each trained token, the token, the place in the row of the token
                 before it, and the number of its sequence.
             reference: float32 [Q], log-probability of each sequence's trained tokens by the reference model.
+            images: what `hidden` takes of models of images.
         """
-        hidden, num_sequences = self.hidden(input_ids, position_ids, ends), len(ends) - 1
+        hidden, num_sequences = self.hidden(input_ids, position_ids, ends, **images), len(ends) - 1
         num_trained = count_tokens(label_sequence, num_sequences)
         if self.objective != "sft":
             if self.objective == "reward":
@@ -387,11 +396,7 @@ class CausalLmSums(SummedLosses):
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         model, kernel = self.causal_lm, settings.attn_implementation
-        if settings.dtype == "float64" and any(parameter.ndim == 3 for parameter in model.parameters()):
-            raise UsageError(
-                f"dtype is float64, but {type(model).__name__} has experts, whose weights torch multiplies in 32 bits or "
-                "fewer: set dtype to float32"
-            )
+        _check_dtype(model, settings.dtype)
         if self.is_padded:
             return cpu_matmul.add_onednn({"padded": lambda: None}, model, device, mixed_precision)
         length = getattr(model.config, "max_position_embeddings", 0)
@@ -439,6 +444,15 @@ def _compute_in_rows(model: PreTrainedModel) -> str | None:
         return None
     model.set_attn_implementation(own_kernel)
     return f"a sequence reaches the next one in a row ({leak})"
+
+
+def _check_dtype(model: PreTrainedModel, dtype: str) -> None:
+    """Raise UsageError for a type in which torch cannot compute a model's experts."""
+    if dtype == "float64" and any(parameter.ndim == 3 for parameter in model.get_decoder().parameters()):
+        raise UsageError(
+            f"dtype is float64, but {type(model).__name__} has experts, whose weights torch multiplies in 32 bits or "
+            "fewer: set dtype to float32"
+        )
 
 
 def _has_attention_dropout(model: nn.Module) -> bool:

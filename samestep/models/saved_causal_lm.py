@@ -27,6 +27,11 @@ from transformers import GenerationConfig, pipeline
 ends = GenerationConfig.from_pretrained("OUTPUT_DIR")  # the base's own may lack the token that ends a turn
 chat = pipeline("text-generation", model="OUTPUT_DIR", generation_config=ends)
 chat([{"role": "user", "content": "a question"}], do_sample=False)"""
+IMAGE_USAGE = """\
+from transformers import pipeline
+chat = pipeline("image-text-to-text", model="OUTPUT_DIR")
+parts = [{"type": "image", "path": "an image"}, {"type": "text", "text": "a question"}]
+chat(text=[{"role": "user", "content": parts}], generate_kwargs={"do_sample": False})"""
 REWARD_USAGE = """\
 from transformers import pipeline
 judge = pipeline("text-classification", model="OUTPUT_DIR", function_to_apply="none")
@@ -87,32 +92,33 @@ def save(
         sums: `CausalLmSums`.
         folder: gets the files.
         recipe, settings: the run's.
-        train, held_out: sources of the samples; a merge is measured with some of the held-out ones, if there are any.
+        train, held_out: sources of the samples; a merge is measured with some of the held-out ones, if there are any, without
+            their images.
         best: folder of the best model of `Run.save_best`, which is saved instead; None: this one.
 
     Returns:
         Lines of Python that load the model, OUTPUT_DIR standing for the folder; merge_loss, if a merge was measured; why it
         was not written (the adapter is then), or None.
     """
-    usage = REWARD_USAGE if recipe.objective == "reward" else USAGE
+    usage = REWARD_USAGE if recipe.objective == "reward" else IMAGE_USAGE if recipe.images else USAGE
     _delete_earlier(folder, recipe.model_name_or_path)
     if recipe.lora_rank is None:
         if best is not None:
             shutil.copytree(best, folder, dirs_exist_ok=True)
         else:
-            save_pretrained(sums.model, train.tokenizer, folder)
+            save_pretrained(sums.model, train.processor, folder)
         return usage, {}, None
     if best is not None:
         adapters.load_adapter(sums.model, best)
     has_base = recipe.model_name_or_path is not None
     if not settings.merge_adapter:
-        adapters.save_adapter(sums.model, train.tokenizer, folder, has_base)
+        adapters.save_adapter(sums.model, train.processor, folder, has_base)
         return _find_adapter_usage(recipe), {}, None
     dtype = adapters.find_base_dtype(recipe) if settings.merge_dtype == "base" else torch.float32
     name, limit = str(dtype).removeprefix("torch."), settings.max_merge_loss
     spare, apart = None, folder / adapters.APART
     if has_base:
-        adapters.save_adapter(sums.model, train.tokenizer, apart, has_base)
+        adapters.save_adapter(sums.model, train.processor, apart, has_base)
     else:
         spare = copy.deepcopy(sums.model)
     lost = merge_adapter(sums, _choose_sequences(held_out or train, sums.causal_lm.device), dtype)
@@ -122,11 +128,11 @@ def save(
     if lost <= limit:
         print(text)
         if spare is not None:
-            adapters.save_adapter(spare, train.tokenizer, apart, has_base)
-        save_pretrained(sums.model.to(dtype), train.tokenizer, folder)
+            adapters.save_adapter(spare, train.processor, apart, has_base)
+        save_pretrained(sums.model.to(dtype), train.processor, folder)
         return usage, facts, None
     if spare is not None:
-        adapters.save_adapter(spare, train.tokenizer, folder, has_base)
+        adapters.save_adapter(spare, train.processor, folder, has_base)
     else:
         shutil.copytree(apart, folder, dirs_exist_ok=True)
         shutil.rmtree(apart)
@@ -151,7 +157,7 @@ def _delete_earlier(folder: Path, base: str | None) -> None:
 def _find_adapter_usage(recipe: CausalLmFineTuning) -> str:
     """Write the lines of Python that load an adapter: a pipeline, unless its base needs more to be said."""
     is_reward, base, name = recipe.objective == "reward", '"OUTPUT_DIR/base"', adapters.find_start(recipe)[0]
-    if name is not None and recipe.base_quantization is None and not recipe.use_dora:
+    if name is not None and recipe.base_quantization is None and not (recipe.use_dora or recipe.images):
         return REWARD_USAGE if is_reward else ADAPTER_CHAT
     head, more, config = "AutoModelForCausalLM", "", ""
     if name is not None:
@@ -161,11 +167,18 @@ def _find_adapter_usage(recipe: CausalLmFineTuning) -> str:
         config = 'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)\n'
     if is_reward:
         head, base = "AutoModelForSequenceClassification", f"{base}, num_labels=1"
+    if recipe.images:
+        head = "AutoModelForImageTextToText"
     lines = ADAPTER_USAGE.replace("CLASS", head).replace("BASE", base)
     if name is not None and not is_reward:
         more += ", GenerationConfig"
         lines += '\nmodel.generation_config = GenerationConfig.from_pretrained("OUTPUT_DIR")'
-    return lines.replace("AutoTokenizer\n", f"AutoTokenizer{more}\n{config}", 1)
+    lines = lines.replace("AutoTokenizer\n", f"AutoTokenizer{more}\n{config}", 1)
+    return (
+        lines.replace("AutoTokenizer", "AutoProcessor").replace("tokenizer =", "processor =")
+        if recipe.images
+        else lines
+    )
 
 
 def _choose_sequences(source: Any, device: torch.device) -> list[torch.Tensor]:

@@ -117,6 +117,7 @@ def _print_summary(
     print(fold(f"\nWrote {output_dir}/: {files}{''.join(newest)}"))
     command = _own_command()
     talks = getattr(recipe, "objective", "reward") != "reward" and run.data[0].tokenizer.chat_template is not None
+    talks = talks and not getattr(recipe, "images", False)
     chat = f"{command} chat {output_dir}, " if talks else ""
     print(f"Load it:\n{code}\nNext: {chat}{command} watch {output_dir}")
 

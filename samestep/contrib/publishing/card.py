@@ -111,7 +111,11 @@ class Training:
             library_name=library,
             license=self.settings.license,
             base_model=base if _is_on_hub(base) else None,
-            pipeline_tag=recipe.parts.pipeline_tag if library == "transformers" else None,
+            pipeline_tag="image-text-to-text"
+            if getattr(recipe, "images", False)
+            else recipe.parts.pipeline_tag
+            if library == "transformers"
+            else None,
             datasets=[name for name in (name.partition(":")[0] for name in names) if _is_on_hub(name)] or None,
             tags=[recipe.task, "samestep"],
         )

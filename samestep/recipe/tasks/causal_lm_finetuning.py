@@ -95,6 +95,7 @@ class CausalLmFineTuning(ExpertsRecipe):
     num_validation_samples: int | None = setting(
         "held-out samples to draw beside them; null with other data", POSITIVE, decides=False
     )
+    images: bool = setting("whether rows may hold images, for a model of images and text, and its processor")
     chat_template: str | None = setting(
         "file of a chat template (Jinja), chatml, or tulu (roles as text, for base models); null: the tokenizer's, and chatml "
         "for a tokenizer that is trained",
@@ -225,6 +226,22 @@ class CausalLmFineTuning(ExpertsRecipe):
             "train_on is all, but objective is {f.objective}, which compares answers",
             "set it to completions or assistant",
         ),
+        # Images
+        Rule(
+            lambda f: f.images and f.objective != "sft",
+            "images is true, but objective is {f.objective}, whose pairs are texts",
+            "set objective to sft, or images to false",
+        ),
+        Rule(
+            lambda f: f.images and f.model_name_or_path is None,
+            "images is true, but model_name_or_path is null, and the fields of a shape have no tower of images",
+            "name a model of images and text",
+        ),
+        Rule(
+            lambda f: f.images and f.balances_experts,
+            "images is true, but router_loss is {f.router_loss}, which knows rows of texts only",
+            "set router_loss to null, or images to false",
+        ),
         # Shape
         *list_shape_rules(SHAPE, ("num_key_value_heads",)),
         *list_decoder_rules("max_seq_length"),
@@ -236,6 +253,12 @@ class CausalLmFineTuning(ExpertsRecipe):
             "set use_dora to false, or base_quantization to null",
         ),
     )
+
+    def decisive_fields(self) -> dict[str, Any]:
+        fields = super().decisive_fields()
+        if not self.images:  # fingerprints of earlier versions, which had none
+            del fields["images"]
+        return fields
 
     def problems(self) -> list[str]:
         kind = DRAWN[self.objective != "sft"]
@@ -289,6 +312,7 @@ class CausalLmFineTuning(ExpertsRecipe):
     def reads_shards(self) -> bool:
         """Whether processes that divide the weights may read their own rows only of the files to start from."""
         needs_whole = self.use_dora or self.modules_to_save or self.base_quantization is not None
+        needs_whole = needs_whole or self.images
         return self.model_name_or_path is not None and self.objective not in ("reward", "dpo") and not needs_whole
 
     @property

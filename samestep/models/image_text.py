@@ -1,0 +1,154 @@
+"""Fine-tune a model of images and text on conversations: the losses of `causal_lm`, with images among the tokens.
+
+Sequences are padded, each in a row of its own, and the model itself gives positions to the tokens of images, and lets them see
+each other where it does. Pixels are those of all images of the micro-batch, one after the other: a model puts them at the
+places of its tokens of images in the order of the rows.
+
+A micro-batch without an image computes one of a single colour beside its sequences, of which nothing is trained: so every
+parameter has a gradient in every micro-batch, 0 where it has no part in the loss, and processes that divide a model all compute
+all of it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from samestep._internals.torch_autograd import find_leaves
+from samestep._internals.torch_tracing import is_fake
+from samestep.cut.layout import round_up
+from samestep.errors import UsageError
+from samestep.models.causal_lm import CausalLmSums
+from samestep.models.sequences import Sequences
+
+PIXELS = "pixel_values"
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names under which models take which tokens are of images."""
+
+
+class ImageTextSums(CausalLmSums):
+    """Sums the losses of a model of images and text, see `CausalLmSums`.
+
+    Args:
+        model: of transformers, or peft's model of it.
+        arguments: further ones of `CausalLmSums`.
+        blank: inputs of the model for one image: input_ids [1, t], which are of tokens of the image, pixel_values and what else
+            the processor returns.
+    """
+
+    PADDED = "images are laid out by the model's own code"
+
+    def __init__(self, model: nn.Module, *arguments: Any, blank: Mapping[str, torch.Tensor]):
+        self.blank = dict(blank)
+        ids = set(self.blank["input_ids"].flatten().tolist())
+        self.spare_id = next(number for number in range(len(ids) + 1) if number not in ids)
+        super().__init__(model, *arguments)
+        self._refuse_noise()
+        if not is_fake(next(model.parameters())):
+            self._freeze_unreached()
+
+    def _refuse_noise(self) -> None:
+        """Refuse dropout outside of the language model, whose places in a sample are not known."""
+        inside = {id(module) for module in self.causal_lm.get_decoder().modules()}
+        for name, module in self.causal_lm.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0 and id(module) not in inside:
+                raise UsageError(
+                    f"{name} drops numbers of images with probability {module.p:g}, which is not drawn by sample: set "
+                    "lora_dropout to 0, or lora_targets to names of the language model's layers"
+                )
+
+    def _freeze_unreached(self) -> None:
+        """Freeze the parameters that the loss does not reach, such as the last layers of a tower whose earlier one is used."""
+        reached = {id(leaf) for leaf in find_leaves(self._hidden_of_blank())}
+        head = self.causal_lm.get_output_embeddings()
+        reached |= {id(parameter) for parameter in head.parameters()}
+        names = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in reached:
+                parameter.requires_grad_(False)
+                names.append(name)
+        if names:
+            self.notes = [
+                *self.notes,
+                f"{len(names)} tensors that no loss reaches are not trained: {names[0]} and so on",
+            ]
+
+    def _hidden_of_blank(self) -> torch.Tensor:
+        device = self.causal_lm.device
+        tokens = self.blank["input_ids"].to(device)
+        ends = torch.tensor([0, tokens.shape[1]], dtype=torch.int32, device=device)
+        images = {
+            name: value.to(device) for name, value in self.blank.items() if name not in ("input_ids", "attention_mask")
+        }
+        return self.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None], ends, **images)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        model, was_training = self.causal_lm, self.causal_lm.training
+        model.eval()
+        tokens = self.blank["input_ids"].to(model.device)
+        log_p, _ = self._head(self._hidden_of_blank(), tokens[0])
+        inputs = {name: value.to(model.device) for name, value in self.blank.items()}
+        logits = model(**inputs, use_cache=False).logits[0]
+        own = logits.log_softmax(-1).gather(1, tokens[0][:, None]).squeeze(1)
+        model.train(was_training)
+        if not torch.allclose(log_p, own, rtol=1e-3, atol=1e-4):
+            raise UsageError(
+                f"{type(model).__name__} computes its logits in a way that is not known here, so that its loss would be "
+                "another one: choose another model"
+            )
+
+    def hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends: torch.Tensor, **images: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the last hidden states of sequences that lie end to end, [n, width]; see `CausalLmSums`.
+
+        Args:
+            images: pixel_values and what else belongs to them, of all images; which tokens are of images, int64 [1, n], under
+                one of `TYPES`, if the model takes it.
+        """
+        num_tokens = input_ids.shape[1]
+        types = next((name for name in TYPES if name in images), None)
+        row = {"input_ids": input_ids} | ({} if types is None else {types: images.pop(types)})
+        all_ends = ends
+        if PIXELS not in images:
+            blank = {name: value.to(input_ids.device, non_blocking=True) for name, value in self.blank.items()}
+            row = {name: torch.cat([value, blank[name]], 1) for name, value in row.items()}
+            lengths = [num_tokens] * (len(ends) == 1) + [
+                num_tokens + blank["input_ids"].shape[1]
+            ]  # of no sample: a token
+            all_ends = torch.cat([ends, torch.tensor(lengths, dtype=ends.dtype, device=ends.device)])
+            images = {name: value for name, value in blank.items() if name not in (*row, "attention_mask", *TYPES)}
+        length = row["input_ids"].shape[1]
+        num_spare = round_up(length + 1, 6) - length
+        fill = {"input_ids": self.spare_id}
+        row = {name: F.pad(value, (0, num_spare), value=fill.get(name, 0)) for name, value in row.items()}
+        sequences = Sequences(all_ends, length + num_spare, length)
+        self._name_rows(sequences, ends, position_ids)
+        rows = sequences.rows()
+        inputs = {name: value[0, rows.source] for name, value in row.items()}  # [Q', T]
+        if rows.is_token is not None:
+            inputs["attention_mask"] = rows.is_token[:, 0, 0].long()
+        inputs |= {name: to_dtype(value, self.causal_lm.dtype) for name, value in images.items()}
+        base = self.causal_lm.base_model
+        hidden = base(**inputs, use_cache=False, return_dict=True).last_hidden_state
+        return hidden.flatten(0, 1)[rows.place][:num_tokens]
+
+
+def with_blank(source: Any) -> Callable[..., ImageTextSums]:
+    """Return what makes the sums of a model, given its data.
+
+    Raises:
+        UsageError: there are no data.
+    """
+    if source is None:
+        raise UsageError("images is true: its model cannot be made without its data, so nothing is known of it here")
+    return partial(ImageTextSums, blank=source.renderer.blank)
+
+
+def to_dtype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert pixels to float64 for a model of this type; narrower ones convert them themselves."""
+    return value.double() if value.is_floating_point() and dtype == torch.float64 else value

@@ -1,0 +1,387 @@
+"""Fine-tuning of models of images and text: plain transformers one sample at a time is the oracle; the same step in any cut."""
+
+import base64
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import keep
+from common import metrics, samples_of_steps
+from compare import check, relative
+from image_bases import FAMILIES, save_image_base
+from PIL import Image
+from transformers import AutoModelForImageTextToText, pipeline
+
+from samestep._internals.image_processors import load_processor
+from samestep.data import conversation_rows, row_images
+from samestep.errors import UsageError
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
+
+PROGRAM = "finetune_causal_lm"
+LOADED = [family for family in FAMILIES if family != "smolvlm"]  # whose processor needs torchvision
+BOUNDS = {"gemma3": 2**-20}
+"""Relative error of families that compute norms in float32, of 2^-23, in whatever type they are."""
+KEPT = ["llava", "qwen2_5_vl"]
+NONE = ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE, "dataset_name", "dataset_config_name", *DRAWN_SIZES)
+NO_SHAPE = " ".join(f"--{name} none" for name in NONE)
+STEPS = (
+    "--num_warmup_steps 0 --max_train_steps 3 --global_batch_size 5 --learning_rate_batch_size 5 --weight_decay 0 "
+    "--max_grad_norm 1 --dtype float64 --max_seq_length 512 --record_samples"
+)
+NUMBERS = (1, 0, 3, 1, 2, 0, 1, 1, 3, 0, 2)
+"""Images of each row."""
+COLOURS = {"red": (220, 30, 30), "green": (30, 180, 30), "blue": (30, 30, 220)}
+
+
+def write_rows(folder: Path) -> Path:
+    """Write questions about images of several sizes, in parts, and their answers; the second turn of some has one, too."""
+    rng, rows = np.random.default_rng(0), []
+    for row, number in enumerate(NUMBERS):
+        names, parts = [], []
+        for place in range(number):
+            names.append(list(COLOURS)[int(rng.integers(3))])
+            size = tuple(int(side) for side in rng.integers(12, 40, 2))
+            pixels = np.clip(np.array(COLOURS[names[-1]]) + rng.integers(-20, 20, (*size, 3)), 0, 255)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{row}_{place}.png")
+            parts.append({"type": "image", "image": f"{row}_{place}.png"})
+        first = parts[:2]
+        turns = [{"role": "user", "content": [*first, {"type": "text", "text": "Which colours?" * (row + 1)}]}]
+        turns.append({"role": "assistant", "content": " ".join(names[:2]) or "none"})
+        if number > 2:
+            turns.append({"role": "user", "content": [{"type": "text", "text": "And "}, parts[2]]})
+            turns.append({"role": "assistant", "content": names[2]})
+        rows.append({"messages": turns})
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """base("llava") -> folder of a tiny model, made once."""
+    made = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = save_image_base(tmp_path_factory.mktemp("bases") / family, family)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def write_flags(rows):
+    def write(base: Path, more: str = "") -> str:
+        data = f"--train_file {rows} --validation_fraction 0 --images --num_generations 0"
+        return f"{STEPS} {NO_SHAPE} --model_name_or_path {base} {data} {more}"
+
+    return write
+
+
+@pytest.fixture
+def finetune(train, write_flags):
+    def run(name: str, base: Path, more: str = "") -> Path:
+        return train(name, write_flags(base, more), program=PROGRAM)
+
+    return run
+
+
+def make_example(processor, row: dict, folder: Path) -> tuple[dict, torch.Tensor]:
+    """Make a sample's inputs, and which tokens are trained, by no code of ours: each answer and the token that ends it."""
+    turns, images = [dict(turn) for turn in row["messages"]], []
+    for turn in turns:
+        if isinstance(turn["content"], str):
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
+        images += [Image.open(folder / part["image"]).convert("RGB") for part in turn["content"] if "image" in part]
+    render = partial(processor.tokenizer.apply_chat_template, tokenize=False)
+
+    def process(text: str) -> dict:
+        shown = images[: text.count(processor.image_token)]
+        return processor(text=[text], images=[shown] if shown else None, return_tensors="pt", add_special_tokens=False)
+
+    inputs = process(render(turns))
+    tokens = inputs["input_ids"][0]
+    is_trained = torch.zeros(len(tokens), dtype=torch.bool)
+    for place, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            start = process(render(turns[:place], add_generation_prompt=True))["input_ids"].shape[1]
+            end = process(render(turns[: place + 1]).rstrip("\n"))["input_ids"].shape[1]
+            is_trained[start:end] = True
+    return dict(inputs), is_trained
+
+
+def compute_loss(model, examples: list[tuple[dict, torch.Tensor]]) -> torch.Tensor:
+    """Compute the mean loss of the trained tokens of samples, one after the other, from all logits."""
+    total, count = 0.0, 0
+    for inputs, is_trained in examples:
+        inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+        logits = model(**inputs, use_cache=False).logits[0, :-1]
+        places = is_trained[1:]
+        total = total + F.cross_entropy(logits[places], inputs["input_ids"][0, 1:][places], reduction="sum")
+        count += int(places.sum())
+    return total / count
+
+
+def train_alone(folder: Path, rows: Path, run: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train the steps of a run by plain transformers, one sample at a time; return losses and parameters."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    processor, lines = load_processor(str(folder)), rows.read_text().splitlines()
+    recipe = run / "recipe.yaml"
+    assert "weight_decay: 0" in recipe.read_text()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0)
+    losses = []
+    for (_, samples), line in zip(sorted(samples_of_steps(run).items()), metrics(run), strict=True):
+        examples = [make_example(processor, json.loads(lines[number]), rows.parent) for _, number in samples]
+        loss = compute_loss(model, examples)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = line["learning_rate"]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("family", keep(LOADED, KEPT))
+def test_training_is_that_of_plain_transformers(finetune, base, rows, family):
+    """Losses of three steps, and parameters, with samples of 0 to 3 images of several sizes."""
+    folder = base(family)
+    bound = BOUNDS.get(family, 1e-10)
+    run = finetune("run", folder, "--per_device_train_batch_size 2")
+    losses, expected = train_alone(folder, rows, run)
+    assert [line["loss"] for line in metrics(run)] == pytest.approx(losses, rel=bound)
+    trained = dict(AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float64).named_parameters())
+    ours = {name: trained[name] for name in expected}
+    ours, theirs = (torch.cat([value.flatten() for value in values.values()]) for values in (ours, expected))
+    assert relative(ours, theirs.detach()) < bound
+
+
+@pytest.mark.parametrize("cap", [3, 1])
+@pytest.mark.parametrize("family", keep(LOADED, KEPT))
+def test_every_cut_is_the_same_step(finetune, base, family, cap):
+    more = "--validation_fraction 0.3 --per_device_train_batch_size"
+    whole = finetune("whole", base(family), f"{more} 5")
+    assert all(line["grad_norm"] > 0 for line in metrics(whole))
+    check(finetune("cut", base(family), f"{more} {cap}"), whole, "float32" if family in BOUNDS else "float64")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+IMAGE = Image.new("RGB", (20, 30), (10, 20, 30))
+ANSWER = {"role": "assistant", "content": "yes"}
+URI = "data:image/png;base64,"
+
+
+def read_rows(file: Path, rows: list[dict], **options) -> list[dict]:
+    """Read rows of a .jsonl file in `file`'s folder; return them, or raise the faults."""
+    path = file.with_name("some.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    table = conversation_rows.load_rows([str(path)], takes_images=True, **options)
+    assert not table.notes.problems, table.notes.problems
+    return [json.loads(row) for row in table.rows["row"]]
+
+
+FORMS = {
+    "parts": {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, "what?"]}, ANSWER]},
+    "path": {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, "what?"]}, ANSWER]},
+    "url": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE"}}, "what?"]},
+            ANSWER,
+        ]
+    },
+    "llava": {
+        "image": "a.png",
+        "conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "yes"}],
+    },
+    "sharegpt": {"images": ["a.png"], "messages": [{"role": "user", "content": "<image>what?"}, ANSWER]},
+    "places": {"images": ["a.png"], "messages": [{"role": "user", "content": [{"type": "image"}, "what?"]}, ANSWER]},
+    "question": {"image": "a.png", "question": "what?", "answer": "yes"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_row_is_the_same_turns(rows, form):
+    IMAGE.save(rows.with_name("a.png"))
+    text = json.dumps(FORMS[form]).replace("FILE", f"file://{rows.with_name('a.png')}")
+    (row,) = read_rows(rows, [json.loads(text)])
+    parts = [{"type": "image", "image": str(rows.with_name("a.png"))}, {"type": "text", "text": "what?"}]
+    assert row["prompt"] == [{"role": "user", "content": parts}]
+    assert row["answers"] == [[ANSWER]]
+
+
+def test_images_of_bytes_are_those_of_their_file(rows):
+    IMAGE.save(rows.with_name("a.png"))
+    content = rows.with_name("a.png").read_bytes()
+    names = [
+        row_images.read_image("row", value, None) for value in (content, {"bytes": content, "path": "b.png"}, IMAGE)
+    ]
+    uri = URI + base64.b64encode(content).decode()
+    for name in [*names, row_images.read_image("row", uri, None), str(rows.with_name("a.png"))]:
+        assert row_images.open_image(name).tobytes() == IMAGE.tobytes()
+
+
+def test_several_images_are_placed_in_order(rows):
+    turns = [
+        {"role": "user", "content": "<image> and <image>?"},
+        ANSWER,
+        {"role": "user", "content": "<image>"},
+        ANSWER,
+    ]
+    (row,) = read_rows(rows, [{"images": ["1.png", "2.png", "3.png"], "messages": turns}])
+    assert [Path(name).name for name in row_images.list_images_of_row(row)] == ["1.png", "2.png", "3.png"]
+    assert row_images.list_texts(row["prompt"][0]["content"]) == [" and ", "?"]
+
+
+FAULTS = {
+    "no image": (
+        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER]},
+        "1 marks <image>, but it has 0 images",
+    ),
+    "no mark": (
+        {"images": ["a.png"], "messages": [{"role": "user", "content": "?"}, ANSWER]},
+        "0 marks <image>, but it has 1",
+    ),
+    "internet": ({"image": "https://a.b/c.png", "question": "?", "answer": "a"}, "is at https://a.b/c.png"),
+    "nothing": ({"image": {"bytes": None, "path": None}, "question": "?", "answer": "a"}, "neither path nor bytes"),
+    "number": ({"image": 3, "question": "?", "answer": "a"}, "an image is int, must be a path or bytes"),
+    "no base64": ({"image": "data:image/png,abc", "question": "?", "answer": "a"}, "data: URI without base64"),
+    "video": (
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]},
+        "but only text and images are trained",
+    ),
+    "text": ({"text": "a"}, "images is true: give messages"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_row_whose_images_are_not_clear_is_refused_in_one_line(rows, fault):
+    row, expected = FAULTS[fault]
+    path = rows.with_name("faults.jsonl")
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    table = conversation_rows.load_rows(
+        [str(path)], takes_images=True, train_on="all" if fault == "text" else "assistant"
+    )
+    (problem,) = table.notes.problems
+    assert expected in problem.reason
+    assert "\n" not in problem.reason
+
+
+def test_images_are_named_where_only_text_is_trained(rows):
+    path = rows.with_name("faults.jsonl")
+    path.write_text(json.dumps(FORMS["parts"]) + "\n" + json.dumps(FORMS["llava"]) + "\n", encoding="utf-8")
+    problems = conversation_rows.load_rows([str(path)]).notes.problems
+    assert ["set images to true" in problem.reason for problem in problems] == [True, True]
+
+
+def save_odd(folder: Path) -> dict[str, str | None]:
+    """Save images of many kinds; return name -> what is said of those that cannot be used."""
+    odd: dict[str, str | None] = {}
+
+    def keep_image(name: str, image: Image.Image, **options) -> None:
+        image.save(folder / name, **options)
+        odd[name] = None
+
+    keep_image("cmyk.jpg", IMAGE.convert("CMYK"))
+    keep_image("grey.png", IMAGE.convert("L"))
+    keep_image("alpha.png", IMAGE.convert("RGBA"))
+    keep_image("palette.gif", IMAGE.convert("P"))
+    keep_image("clear.png", IMAGE.convert("P"), transparency=0)
+    keep_image("animated.gif", IMAGE, save_all=True, append_images=[Image.new("RGB", IMAGE.size)])
+    keep_image("wide.png", Image.fromarray(np.full((30, 20), 40000, np.uint16)))
+    keep_image("bit.png", IMAGE.convert("1"))
+    keep_image("point.png", Image.new("RGB", (1, 1), (1, 2, 3)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    keep_image("turned.jpg", IMAGE, exif=exif)
+    (folder / "named.txt").write_bytes((folder / "grey.png").read_bytes())
+    odd["named.txt"] = None
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "text.png").write_text("no image")
+    (folder / "cut.png").write_bytes((folder / "alpha.png").read_bytes()[:60])
+    Image.new("1", (20000, 20000)).save(folder / "bomb.png")
+    odd |= {
+        "empty.png": "not an image",
+        "text.png": "not an image",
+        "cut.png": "cannot be decoded",
+        "gone.png": "No such file",
+    }
+    return odd | {"bomb.png": "decompression bomb"}
+
+
+def test_odd_images_are_used_or_said_in_one_line_each(train, write_flags, base, tmp_path):
+    """With --on_bad_row skip; nothing is lost."""
+    odd = save_odd(tmp_path)
+    file = tmp_path / "odd.jsonl"
+    lines = [json.dumps({"image": name, "question": "what?", "answer": name}) + "\n" for name in odd]
+    file.write_text("".join(lines), encoding="utf-8")
+    more = f"--train_file {file} --max_train_steps 2 --on_bad_row"
+    folder = train("run", write_flags(base("llava"), f"{more} skip"), program=PROGRAM)
+    skipped = [json.loads(line) for line in (folder / "skipped_rows.jsonl").read_text().splitlines()]
+    bad = [name for name, fault in odd.items() if fault is not None]
+    assert [row["place"] for row in skipped] == [f"{file}:{list(odd).index(name) + 1}" for name in bad]
+    for name, row in zip(bad, skipped, strict=True):
+        assert odd[name] in row["reason"], row
+    assert json.loads((folder / "all_results.json").read_text())["train_samples"] == len(odd) - len(bad)
+    with pytest.raises(UsageError) as raised:
+        train("refused", write_flags(base("llava"), f"{more} refuse"), program=PROGRAM)
+    assert sum(str(problem).count("the image") for problem in raised.value.problems) >= 3
+
+
+def test_an_image_is_never_cut(finetune, base):
+    """A row whose image the cut would reach is left out, and the log says so."""
+    folder = finetune("run", base("qwen2_5_vl"), "--max_seq_length 40 --truncation cut --max_train_steps 1")
+    reports = json.loads((folder / "all_results.json").read_text())
+    assert 0 < reports["train_samples"] < len(NUMBERS)
+
+
+def test_the_result_answers_about_an_image(finetune, base, rows):
+    folder = finetune("run", base("llava"), "--num_generations 3 --generation_length 4 --validation_fraction 0.3")
+    lines = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), load_processor(str(folder))
+    chat = pipeline("image-text-to-text", model=model, processor=processor)
+    parts = [{"type": "image", "path": str(rows.with_name("0_0.png"))}, {"type": "text", "text": "Which colours?"}]
+    (answer,) = chat(text=[{"role": "user", "content": parts}], max_new_tokens=4)
+    assert answer["generated_text"][-1]["role"] == "assistant"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+
+@pytest.mark.parametrize("family", keep(LOADED, ["qwen2_5_vl"]))
+def test_two_processes_take_the_same_step(train_on, finetune, write_flags, base, family):
+    """Steps of 5 samples, 2 of which have no image, so that some micro-batches of one process alone have none."""
+    more = "--validation_fraction 0.3 --per_device_train_batch_size"
+    whole = finetune("whole", base(family), f"{more} 5")
+    folder = train_on(2, {f"{PROGRAM}/cut": write_flags(base(family), f"{more} 1")})
+    check(folder / PROGRAM / "cut", whole, "float32" if family in BOUNDS else "float64")
+
+
+LORA = {
+    "language": "--lora_targets language_model.layers.0.self_attn.q_proj language_model.layers.1.mlp.down_proj",
+    "projector": "--lora_targets linear_1 linear_2",
+    "tower": "--lora_targets fc1 fc2",
+    "all": "",
+}
+
+
+@pytest.mark.parametrize("targets", keep(LORA, ["projector", "all"]))
+def test_adapters_take_the_same_step_in_every_cut(finetune, base, targets):
+    more = f"--lora_rank 2 --lora_alpha 4 --validation_fraction 0.3 {LORA[targets]}"
+    whole = finetune("whole", base("llava"), f"{more} --per_device_train_batch_size 5")
+    assert all(line["grad_norm"] > 0 for line in metrics(whole))
+    check(finetune("cut", base("llava"), f"{more} --per_device_train_batch_size 2"), whole, "float64")
