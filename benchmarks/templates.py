@@ -29,7 +29,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from samestep.data.chat_templates import CONTROL_TOKEN, Renderer
 from samestep.errors import UsageError
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "language-models.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "chat-templates.md"
 HEADER = re.compile(r"\s*(<[^<>]*>)*\s*(assistant|model\n|Assistant|CHATBOT|<[|｜](assistant|Assistant|CHATBOT))")
 WORD = re.compile(r"w\d+x")
 CALL = "w0x"

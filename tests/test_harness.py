@@ -31,7 +31,7 @@ PARTS = {
     "modern": ("docs/optimizers.md", "modern", "part"),
     "muon": ("docs/optimizers.md", "muon", "part"),
     "stability": ("docs/first-runs.md", "stability", "part"),
-    "templates": ("docs/language-models.md", "templates", "part"),
+    "templates": ("docs/chat-templates.md", "templates", "part"),
     "time": ("docs/planner.md", "timing", "describe"),
     "versions": ("docs/install.md", "versions", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
