@@ -198,7 +198,7 @@ def lint_rules() -> str:
     sure = {
         CUTS: "an audit of two cuts",
         PROCESSES: "an audit on one and two processes",
-        HEAD: "`samestep check-model`, or an audit of two cuts",
+        HEAD: "the command `check-model` with the head, or an audit of two cuts",
         NOTHING: "nothing that runs: the step itself does not show it",
     }
     lines = ["| rule | | |", "|---|---|---|"]

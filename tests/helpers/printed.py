@@ -41,9 +41,10 @@ class Printed(NamedTuple):
 
 
 def documents() -> list[Path]:
-    """List the Markdown files of the repository."""
+    """List the Markdown files of the repository; llms.txt is one."""
     return [
         *ROOT.glob("*.md"),
+        ROOT / "llms.txt",
         *(file for name in ("docs", "studies", "benchmarks") for file in (ROOT / name).rglob("*.md")),
     ]
 
