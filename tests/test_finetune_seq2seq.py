@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import keep, thorough
-from common import evaluations, metrics
+from common import SEQ2SEQ_FROM_FOLDER, evaluations, metrics
 from compare import parameters, relative
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -30,10 +30,6 @@ FAMILIES = {
     "m2m_100": ("m2m_100", BART, "eos"),
     "pegasus": ("pegasus", BART, "pad"),
 }
-FROM_FOLDER = (
-    " --architecture none --hidden_size none --num_hidden_layers none --num_attention_heads none --intermediate_size none "
-    "--vocab_size none --num_train_samples none --num_validation_samples none"
-)
 WORDS = "red green blue stone river cloud table chair apple light night star moon sun wind rain fire snow".split()
 
 
@@ -56,7 +52,6 @@ def pairs(tmp_path_factory):
 def folders(pairs, tmp_path_factory):
     """Of each family, a model of transformers with random weights, and a tokenizer."""
     changes = {"train_file": [str(pairs)], "validation_fraction": 0, "max_source_length": 48, "max_target_length": 32}
-    changes |= {"num_train_samples": None, "num_validation_samples": None}
     tokenizer = seq2seq.build(load("seq2seq_small_cpu", changes))[0].tokenizer
     found = {}
     for name, (model_type, shape, start) in FAMILIES.items():
@@ -79,8 +74,8 @@ def flags(name: str, folders, pairs, cut: int | str, *, steps: int = STEPS, dtyp
         f" --train_file {pairs} --validation_fraction 0 --model_name_or_path {folders[name]} --max_source_length 48 "
         f"--max_target_length 32 --label_smoothing {SMOOTHING} --global_batch_size {NUM} --learning_rate_batch_size {NUM} "
         f"--per_device_train_batch_size {cut} --dtype {dtype} --dropout 0 --max_grad_norm none --max_train_steps {steps} "
-        f"--learning_rate {RATE} --lr_scheduler_type constant --warmup_ratio none --num_warmup_steps 0 --weight_decay 0 "
-        f"{FROM_FOLDER}"
+        f"--learning_rate {RATE} --lr_scheduler_type constant --warmup_ratio none --num_warmup_steps 0 --weight_decay 0"
+        f"{SEQ2SEQ_FROM_FOLDER}"
     )
 
 
