@@ -187,6 +187,21 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
         assert relative(parameters(folder / program / name), parameters(other)) <= bound, name
 
 
+@pytest.mark.distributed
+@pytest.mark.thorough
+def test_processes_that_share_the_weights_take_the_same_step(train_on, train, folders, pairs, truths):
+    """FSDP2: also with dropout, and targets are generated together."""
+    drawn = " --dropout 0.1 --dtype float64 --per_device_train_batch_size 3 --label_smoothing 0.1"
+    alone = train("alone", drawn, program="finetune_seq2seq")
+    runs = {f"finetune_seq2seq/{name}": flags(name, folders, pairs, 3) for name in FAMILIES}
+    folder = train_on(2, runs | {"finetune_seq2seq/drawn": drawn}, "fsdp2_2xcpu") / "finetune_seq2seq"
+    for name in FAMILIES:
+        check(folder / name, truths[name], 1e-10)
+    assert relative(parameters(folder / "drawn"), parameters(alone)) < 1e-10
+    generated = [(path / "generations.jsonl").read_text(encoding="utf-8") for path in (alone, folder / "drawn")]
+    assert generated[0] == generated[1]
+
+
 def test_what_is_saved_generates_as_it_was_evaluated(train, pairs):
     """Adapters are merged; the folder's own generate writes what the last evaluation has."""
     more = (

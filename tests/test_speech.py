@@ -222,6 +222,7 @@ def whisper(tmp_path_factory):
         max_source_positions=50,
         max_target_positions=40,
         encoder_layerdrop=0.2,
+        apply_spec_augment=True,
     )
     torch.manual_seed(5)
     for part in (WhisperForConditionalGeneration(config), tokenizer, WhisperFeatureExtractor(chunk_length=1)):
@@ -286,7 +287,9 @@ def test_noise_of_whisper_is_that_of_the_sample(train, whisper, capsys):
         name: parameters(train(name, flags(whisper, cut, 0.2) + more, program=PROGRAM))
         for name, cut, more in (("whole", NUM, ""), ("cut", 3, ""), ("again", 2, " --gradient_checkpointing"))
     }
-    assert "encoder_layerdrop 0.2 is set to 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "encoder_layerdrop 0.2 is set to 0" in said
+    assert "apply_spec_augment is set to false" in said
     assert relative(runs["cut"], runs["whole"]) < 1e-10
     assert relative(runs["again"], runs["whole"]) < 1e-10
     assert relative(parameters(train("without", flags(whisper, 3), program=PROGRAM)), runs["whole"]) > 1e-3
