@@ -187,6 +187,7 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
         assert relative(parameters(folder / program / name), parameters(other)) <= bound, name
 
 
+@pytest.mark.rooms
 @pytest.mark.distributed
 @pytest.mark.thorough
 def test_processes_that_share_the_weights_take_the_same_step(train_on, train, folders, pairs, truths):
@@ -202,6 +203,7 @@ def test_processes_that_share_the_weights_take_the_same_step(train_on, train, fo
     assert generated[0] == generated[1]
 
 
+@pytest.mark.rooms
 def test_what_is_saved_generates_as_it_was_evaluated(train, pairs):
     """Adapters are merged; the folder's own generate writes what the last evaluation has."""
     more = (
@@ -220,6 +222,7 @@ def test_what_is_saved_generates_as_it_was_evaluated(train, pairs):
     assert not (folder / "adapter_config.json").exists()
 
 
+@pytest.mark.rooms
 def test_evaluations_by_kind_and_the_best_model(train):
     more = " --eval_steps 2 --max_train_steps 6 --load_best_model_at_end --metric_for_best_model word_error_rate "
     more += "--generation_metrics exact_match bleu chrf word_error_rate rouge"

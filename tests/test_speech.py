@@ -302,6 +302,7 @@ def test_whisper_on_two_processes(train_on, train, whisper):
     assert relative(parameters(folder / PROGRAM / "whisper"), alone) < 1e-10
 
 
+@pytest.mark.rooms
 def test_what_is_left_listens(train):
     """By transformers alone, with the texts of the last evaluation."""
     more = (

@@ -22,7 +22,7 @@ from samestep.recipe.tasks.decoder import list_adapter_rules, list_shape_rules
 DRAWN = {"builtin/spelled_dates_and_numbers": "text", "builtin/spoken_digits": "speech"}
 """Datasets that are drawn, and what their sources are."""
 POSITIONS_PER_SECOND = 50
-"""Of an encoder of speech."""
+"""Positions of an encoder of speech, for each second."""
 SHAPE = (
     "hidden_size",
     "num_hidden_layers",
