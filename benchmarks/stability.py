@@ -53,11 +53,16 @@ RECIPES = {
     "gpt2_shakespeare_char_cpu": ("pretrain_gpt2", ("eval_loss", "eval_accuracy")),
     "embeddings_small_cpu": ("train_embeddings", ("eval_recall_at_1", "eval_recall_at_10", "eval_ndcg_at_10")),
     "seq2seq_small_cpu": ("finetune_seq2seq", ("eval_loss", "eval_accuracy", "eval_exact_match")),
+    "speech_small_cpu": (
+        "finetune_seq2seq",
+        ("eval_loss", "eval_accuracy", "eval_word_error_rate", "eval_exact_match"),
+    ),
 }
 FILES = {"finetune_reviews_cpu": "reviews", "gpt2_shakespeare_char_cpu": "shakespeare"}
 """Recipe -> flag that names its data, which no package holds."""
 FLAGS = {
     "seq2seq_small_cpu": "--num_generations 1000",
+    "speech_small_cpu": "--num_generations 500 --generation_metrics word_error_rate exact_match",
     "sft_small_cpu": "--num_generations 500 --generation_length 24",
     "dpo_small_cpu": "--num_generations 200 --generation_length 24",
 }
@@ -69,6 +74,7 @@ REMARKS = {
     "finetune_small_cpu": "always naming the largest of 11 parts is right for 0.35",
     "sft_small_cpu": "exact match is of answers to 500 unseen prompts",
     "embeddings_small_cpu": "of 517 held-out pairs; by chance recall at 10 is 0.02",
+    "speech_small_cpu": "of 500 recordings of unseen sequences of digits",
     "seq2seq_small_cpu": "exact match is of 1,000 unseen dates and numbers",
     "dpo_small_cpu": "exact match is of answers to 200 unseen prompts, of the model of sft_small_cpu at first",
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import keep, thorough
-from common import evaluations, metrics
+from common import SEQ2SEQ_FROM_FOLDER, evaluations, metrics
 from compare import parameters, relative
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -30,10 +30,6 @@ FAMILIES = {
     "m2m_100": ("m2m_100", BART, "eos"),
     "pegasus": ("pegasus", BART, "pad"),
 }
-FROM_FOLDER = (
-    " --architecture none --hidden_size none --num_hidden_layers none --num_attention_heads none --intermediate_size none "
-    "--vocab_size none --num_train_samples none --num_validation_samples none"
-)
 WORDS = "red green blue stone river cloud table chair apple light night star moon sun wind rain fire snow".split()
 
 
@@ -56,7 +52,6 @@ def pairs(tmp_path_factory):
 def folders(pairs, tmp_path_factory):
     """Of each family, a model of transformers with random weights, and a tokenizer."""
     changes = {"train_file": [str(pairs)], "validation_fraction": 0, "max_source_length": 48, "max_target_length": 32}
-    changes |= {"num_train_samples": None, "num_validation_samples": None}
     tokenizer = seq2seq.build(load("seq2seq_small_cpu", changes))[0].tokenizer
     found = {}
     for name, (model_type, shape, start) in FAMILIES.items():
@@ -79,8 +74,8 @@ def flags(name: str, folders, pairs, cut: int | str, *, steps: int = STEPS, dtyp
         f" --train_file {pairs} --validation_fraction 0 --model_name_or_path {folders[name]} --max_source_length 48 "
         f"--max_target_length 32 --label_smoothing {SMOOTHING} --global_batch_size {NUM} --learning_rate_batch_size {NUM} "
         f"--per_device_train_batch_size {cut} --dtype {dtype} --dropout 0 --max_grad_norm none --max_train_steps {steps} "
-        f"--learning_rate {RATE} --lr_scheduler_type constant --warmup_ratio none --num_warmup_steps 0 --weight_decay 0 "
-        f"{FROM_FOLDER}"
+        f"--learning_rate {RATE} --lr_scheduler_type constant --warmup_ratio none --num_warmup_steps 0 --weight_decay 0"
+        f"{SEQ2SEQ_FROM_FOLDER}"
     )
 
 
@@ -192,6 +187,23 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
         assert relative(parameters(folder / program / name), parameters(other)) <= bound, name
 
 
+@pytest.mark.rooms
+@pytest.mark.distributed
+@pytest.mark.thorough
+def test_processes_that_share_the_weights_take_the_same_step(train_on, train, folders, pairs, truths):
+    """FSDP2: also with dropout, and targets are generated together."""
+    drawn = " --dropout 0.1 --dtype float64 --per_device_train_batch_size 3 --label_smoothing 0.1"
+    alone = train("alone", drawn, program="finetune_seq2seq")
+    runs = {f"finetune_seq2seq/{name}": flags(name, folders, pairs, 3) for name in FAMILIES}
+    folder = train_on(2, runs | {"finetune_seq2seq/drawn": drawn}, "fsdp2_2xcpu") / "finetune_seq2seq"
+    for name in FAMILIES:
+        check(folder / name, truths[name], 1e-10)
+    assert relative(parameters(folder / "drawn"), parameters(alone)) < 1e-10
+    generated = [(path / "generations.jsonl").read_text(encoding="utf-8") for path in (alone, folder / "drawn")]
+    assert generated[0] == generated[1]
+
+
+@pytest.mark.rooms
 def test_what_is_saved_generates_as_it_was_evaluated(train, pairs):
     """Adapters are merged; the folder's own generate writes what the last evaluation has."""
     more = (
@@ -210,6 +222,7 @@ def test_what_is_saved_generates_as_it_was_evaluated(train, pairs):
     assert not (folder / "adapter_config.json").exists()
 
 
+@pytest.mark.rooms
 def test_evaluations_by_kind_and_the_best_model(train):
     more = " --eval_steps 2 --max_train_steps 6 --load_best_model_at_end --metric_for_best_model word_error_rate "
     more += "--generation_metrics exact_match bleu chrf word_error_rate rouge"

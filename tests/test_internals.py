@@ -29,7 +29,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+)
 from transformers.integrations import moe
 from transformers.utils.chat_template_utils import render_jinja_template
 from waiting import PATIENCE, until
@@ -802,3 +810,35 @@ def test_routers_are_those_whose_outputs_transformers_records(kind, num_layers):
     found = transformers_models.find_routers(nn.ModuleList([model]))
     assert len(found) == num_layers
     assert all(type(router).__name__.endswith("Router") for router in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_method"), [("t5", True), ("bart", True), ("mbart", True), ("m2m_100", False), ("whisper", False)]
+)
+def test_targets_are_shifted_as_the_model_does_it(name, has_method):
+    """Its own forward makes the decoder's inputs of labels; where all models have the method, the function can go."""
+    sizes = {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+    }
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    ids = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
+    config = AutoConfig.for_model(name, **sizes, **ids, vocab_size=20, max_source_positions=4)
+    kind = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+    model = kind.from_config(config).eval()
+    labels = torch.tensor([[4, 5, 6, 2], [7, 2, 1, 1]])
+    source = torch.zeros(2, 80, 8) if name == "whisper" else labels
+    seen = []
+
+    def note(_, arguments, options):
+        seen.append(options["input_ids"])
+
+    model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    model(**{model.main_input_name: source}, labels=labels)
+    assert seen[0].equal(transformers_models.shift_right(model, labels))
+    assert hasattr(model, "prepare_decoder_input_ids_from_labels") is has_method

@@ -117,7 +117,7 @@ DATA = {
     "pretrain_bert": "--train_file corpus/*.txt",
     "pretrain_gpt2": "--train_file corpus/*.txt",
     "finetune_classifier": "--train_file labelled.csv",
-    "finetune_causal_lm": "--num_train_samples 60 --num_validation_samples 20",
+    **dict.fromkeys(("finetune_causal_lm", "finetune_seq2seq"), "--num_train_samples 60 --num_validation_samples 20"),
     "train_image_classifier": "--dataset_name builtin/digits --num_train_samples 1438 --num_labels 10 --num_channels 1 "
     "--image_mean 0.3 --image_std 0.3 --image_height 16 --image_width 16",
     "train_captcha": "--num_train_samples 60 --num_validation_samples 20 --image_height 40 --image_width 96",
@@ -125,6 +125,7 @@ DATA = {
 MODEL = {
     "finetune_causal_lm": "--max_seq_length 256 --num_generations 2 --architecture llama --max_position_embeddings 256 "
     "--tie_word_embeddings true --initializer_range 0.1",
+    "finetune_seq2seq": "--num_generations 2",
 }
 MAX_PROCESSES, MAX_MICRO_BATCHES = 3, 4
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from samestep.data.documents import shorten
-from samestep.errors import UsageError
+from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
 from samestep.recipe.reading import find_fault, format_name, open_without_waiting
 
@@ -73,12 +73,15 @@ def decode(data: bytes, name: str = "audio") -> np.ndarray:
     if problem := _find_cut(data):
         raise UsageError(f"{name} is cut off: {problem}. Load it anew, or remove the row")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except Exception as error:  # of any kind: the file was written by others
+        raise UsageError(f"{name} is no audio that can be read ({reason(error)}): write it as wav or flac") from None
+    try:
+        with file:
             rate, num_frames = file.samplerate, file.frames
             sound = file.read(dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-        reason = " ".join(str(error).split())[-200:]
-        raise UsageError(f"{name} is no audio that can be read ({reason}): write it as wav or flac") from None
+    except Exception as error:  # of any kind, too
+        raise UsageError(f"{name} is cut off or damaged ({reason(error)}): load it anew, or remove the row") from None
     if len(sound) < num_frames:
         raise UsageError(f"{name} is cut off: {len(sound):,} of {num_frames:,} frames can be read. Load it anew")
     if not len(sound):

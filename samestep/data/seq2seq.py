@@ -388,6 +388,8 @@ def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTok
     def train() -> PreTrainedTokenizerBase:
         names = [name for name in ("source", "target") if name in rows.column_names]
         columns = [rows.select_columns(name).rename_column(name, "text") for name in names]
+        if recipe.source_prefix:
+            columns.append(datasets.Dataset.from_dict({"text": [recipe.source_prefix]}))
         texts = datasets.concatenate_datasets(columns)
         assert recipe.vocab_size is not None  # as no weights decide it
         kinds = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}

@@ -18,9 +18,12 @@ tokens = model.generate(**tokenizer(SOURCE, return_tensors="pt"))
 tokenizer.batch_decode(tokens, skip_special_tokens=True)"""
 
 SPEECH_USAGE = """\
-from transformers import pipeline
-listen = pipeline("automatic-speech-recognition", model="OUTPUT_DIR")
-listen("recording.wav")"""
+import soundfile
+from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
+model, tokenizer = AutoModelForSpeechSeq2Seq.from_pretrained("OUTPUT_DIR"), AutoTokenizer.from_pretrained("OUTPUT_DIR")
+sound, rate = soundfile.read("recording.wav")  # one channel, 16,000 numbers a second
+inputs = AutoFeatureExtractor.from_pretrained("OUTPUT_DIR")(sound, sampling_rate=rate, return_tensors="pt")
+tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True)"""
 
 
 def choose_generation(model: Any, source: Any) -> None:

@@ -114,6 +114,9 @@ def make_config(recipe: Seq2SeqFineTuning, tokenizer: Any = None) -> PreTrainedC
 def _choose_dropout(config: PreTrainedConfig, probability: float | None) -> list[str]:
     """Set all dropout of a configuration (None: leave it), and leave no layers out; say so in lines."""
     notes = []
+    if getattr(config, "apply_spec_augment", False):
+        config.apply_spec_augment = False
+        notes.append("apply_spec_augment is set to false: it draws parts of spectrograms for a whole micro-batch")
     for name, value in config.to_dict().items():
         if name in LAYER_DROP and value:
             setattr(config, name, 0.0)

@@ -16,6 +16,8 @@ from samestep.recipe.recipe import TASKS as TASKS  # others take it from here
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
 from samestep.recipe.tasks.decoder import SHAPE
+from samestep.recipe.tasks.seq2seq_finetuning import DRAWN as SEQ2SEQ_DRAWN
+from samestep.recipe.tasks.seq2seq_finetuning import SHAPE as SEQ2SEQ_SHAPE
 
 CATALOG = shipped_folder("catalog")
 BASES = CATALOG / "bases"
@@ -57,16 +59,23 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if changes.get(name) is not None and changes[name] != values.get(name):
             is_other_kind = values.get(name) is None and any(values.get(source) is not None for source in SOURCES)
             cleared = PARTS_OF_A_DATASET + (HELD_OUT if is_other_kind else ())
-            cleared += DRAWN_SIZES if find_drawn(values.get("dataset_name")) and not find_drawn(changes[name]) else ()
+            cleared += DRAWN_SIZES if _is_drawn(values.get("dataset_name")) and not _is_drawn(changes[name]) else ()
             merged.update({field: None for field in cleared if field in merged})
             if is_other_kind and "txt_documents" in merged:
                 merged["txt_documents"] = "auto"
     if changes.get("model_name_or_path") is not None and "architecture" in merged:
-        merged |= dict.fromkeys(name for name in (*SHAPE, "architecture", "vocab_size") if name in merged)
+        merged |= dict.fromkeys(
+            name for name in (*SHAPE, *SEQ2SEQ_SHAPE, "architecture", "vocab_size") if name in merged
+        )
     for group in ALTERNATIVES:
         if any(changes.get(name) is not None for name in group):
             merged.update({name: None for name in group if name in merged})
     return merged | dict(changes)
+
+
+def _is_drawn(names: Any) -> bool:
+    """Tell whether a name of a dataset, or one of several, is that of drawn data whose size is said."""
+    return bool(find_drawn(names)) or (isinstance(names, str) and names in SEQ2SEQ_DRAWN)
 
 
 def _change(values: Mapping[str, Any], changes: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ EXTRAS = {
     "images": {"PIL": "pillow", "captcha": "captcha==0.7.1"} | _DATA | {"sklearn": "scikit-learn"},
     "plots": {"matplotlib": "matplotlib"},
     "speech": {"soundfile": "soundfile>=0.13", "soxr": "soxr>=1"},
-    "scores": {"jiwer": "jiwer>=4", "rouge_score": "rouge-score>=0.1.2", "sacrebleu": "sacrebleu>=2.6"},
+    "scores": {"jiwer": "jiwer>=4", "rouge_score": "rouge_score>=0.1.2", "sacrebleu": "sacrebleu>=2.6"},
     "adapters": {"peft": "peft>=0.21"},
     "quantized": {"bitsandbytes": "bitsandbytes>=0.50"},
     "replicas": {"torchft": "torchft>=0.2"},

@@ -69,6 +69,11 @@ TINY_SEQ2SEQ = (
     "--num_attention_heads 2 --intermediate_size 32 --learning_rate 5e-3 --max_grad_norm 0.2 --num_train_epochs none "
     "--max_train_steps 10 --global_batch_size 10 --num_generations 4 --generation_length 8"
 ).split()
+SEQ2SEQ_FROM_FOLDER = (
+    " --architecture none --hidden_size none --num_hidden_layers none --num_attention_heads none --intermediate_size none "
+    "--vocab_size none --num_train_samples none --num_validation_samples none"
+)
+"""Flags that take back what `TINY_SEQ2SEQ` says of weights and drawn data."""
 ROOM_TINIES = {"train_embeddings": TINY_EMBEDDINGS, "finetune_seq2seq": TINY_SEQ2SEQ}
 """Tiny models of programs whose steps their own tests look at."""
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"

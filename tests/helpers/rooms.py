@@ -29,9 +29,9 @@ SHARED = {
     "samestep.contrib": """
         accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint
         conversations docs equivalence errors evaluation exact_sum finetune_causal_lm
-        finetune_classifier golden harness internals interrupt launch main metrics modern muon no_code optim
+        finetune_classifier finetune_seq2seq golden harness internals interrupt launch main metrics modern muon no_code optim
         packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
-        recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding terminal
+        recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding speech terminal
         train_images variants watching
         """.split(),
 }

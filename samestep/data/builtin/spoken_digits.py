@@ -28,7 +28,7 @@ NAMES = "zero one two three four five six seven eight nine".split()
 
 
 class Sound(NamedTuple):
-    """How a digit sounds.
+    """Sound of a digit.
 
     Attributes:
         hiss: share of the digit that is noise at its beginning, its place in Hz; 0: none.
@@ -97,11 +97,11 @@ def draw_sound(seed: int, split: str, sample_id: int) -> np.ndarray:
 
 
 def _speak(sound: Sound, pitch: float, size: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Make a digit's numbers: noise, then a buzz whose resonances move, in pieces of 10 ms."""
+    """Make a digit's numbers: noise, then a buzz whose resonances move, in pieces of 20 ms."""
     length, hiss = int(RATE * seconds), int(RATE * seconds * sound.hiss)
     phase = np.cumsum(pitch * (1 - 0.1 * np.arange(length - hiss) / length) / RATE)
     buzz = np.diff(np.floor(phase), prepend=0.0) + 0.01 * rng.normal(size=length - hiss)
-    places = np.linspace(0, 1, max(1, -(-len(buzz) // 160)))
+    places = np.linspace(0, 1, max(1, -(-len(buzz) // 320)))
     pieces, states = [], [np.zeros(2), np.zeros(2)]
     for place, piece in zip(places, np.array_split(buzz, len(places)), strict=True):
         for number in range(2):

@@ -16,13 +16,13 @@ from samestep.recipe.settings import (
     limit,
     setting,
 )
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES
 from samestep.recipe.tasks.decoder import list_adapter_rules, list_shape_rules
 
 DRAWN = {"builtin/spelled_dates_and_numbers": "text", "builtin/spoken_digits": "speech"}
 """Datasets that are drawn, and what their sources are."""
 POSITIONS_PER_SECOND = 50
-"""Of an encoder of speech."""
-DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
+"""Positions of an encoder of speech, for each second."""
 SHAPE = (
     "hidden_size",
     "num_hidden_layers",
