@@ -10,6 +10,7 @@ import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
+from cases import thorough
 from common import SEQ2SEQ_FROM_FOLDER, metrics
 from compare import parameters, relative
 from tokenizers import pre_tokenizers
@@ -241,7 +242,7 @@ def flags(whisper, cut: int, dropout: float = 0.0) -> str:
     )
 
 
-@pytest.mark.parametrize("counts_forced", [False, True])
+@pytest.mark.parametrize("counts_forced", [False, thorough(True)])
 def test_whisper_takes_the_step_of_single_recordings(train, whisper, counts_forced):
     """As transformers and torch compute it, alone: tokens of language and task are given, or targets."""
     _, base, rows = whisper
@@ -282,6 +283,7 @@ def test_whisper_takes_the_step_of_single_recordings(train, whisper, counts_forc
     assert isinstance(listen({"raw": sound, "sampling_rate": rate})["text"], str)
 
 
+@pytest.mark.thorough
 def test_noise_of_whisper_is_that_of_the_sample(train, whisper, capsys):
     runs = {
         name: parameters(train(name, flags(whisper, cut, 0.2) + more, program=PROGRAM))
@@ -296,6 +298,7 @@ def test_noise_of_whisper_is_that_of_the_sample(train, whisper, capsys):
 
 
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_whisper_on_two_processes(train_on, train, whisper):
     alone = parameters(train("alone", flags(whisper, 2, 0.1), program=PROGRAM))
     folder = train_on(2, {f"{PROGRAM}/whisper": flags(whisper, 2, 0.1)})
