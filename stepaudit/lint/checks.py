@@ -59,7 +59,7 @@ def _check_division(source: Source, window: Window) -> Found:
         if _is_undivided_mean(source, loss, window, receiver):
             yield "SA103", window.backward, f"k is {window.k_text}", where
         return
-    if losses.is_sum(source, loss) or losses.SHARED_COUNT.search(_text_of_loop(source, window)):
+    if losses.is_sum(loss) or losses.SHARED_COUNT.search(_text_of_loop(source, window)):
         return
     node = divisions[0] if divisions else window.backward
     if reason := losses.explain_raggedness(source, loss, window):
@@ -88,13 +88,13 @@ def _is_undivided_mean(source: Source, loss: losses.Loss, window: Window, receiv
     """Tell whether a loss is surely a mean of its micro-batch that nothing divides by k."""
     if "accelerator" in receiver or "engine" in receiver or window.kind == ACCUMULATE:
         return False
-    if loss.divisions or loss.products or losses.is_sum(source, loss) or losses.find_mean(source, loss) is None:
+    if loss.divisions or loss.products or losses.is_sum(loss) or losses.find_mean(source, loss) is None:
         return False
     return not source.has(r"\.grad\b|reduction\s*=\s*[\"'](sum|none)")
 
 
 def _text_of_loop(source: Source, window: Window) -> str:
-    return ast.get_source_segment(source.text, window.loop) or ""
+    return "\n".join(source.text.splitlines()[window.loop.lineno - 1 : window.loop.end_lineno])
 
 
 def _check_inside(source: Source, window: Window, call: ast.Call) -> Found:

@@ -83,6 +83,8 @@ def lint(argv: Sequence[str], prog: str = "python -m stepaudit lint") -> int:
             findings += lint_file(path, audit, check_model)
         except UsageError as error:
             problems += error.problems
+        except Exception as error:  # of ours: it must not look like a finding
+            problems.append(f"{path}: the lint itself has failed: {type(error).__name__}: {error}. Please report it")
     findings = [finding for finding in findings if finding.code in codes]
     print(FORMATS[flags.format](findings, len(files)))
     if problems:

@@ -92,14 +92,10 @@ def find_divisions_by_k(loss: Loss, window: Window) -> list[Node]:
     return found
 
 
-def is_sum(source: Source, loss: Loss) -> bool:
+def is_sum(loss: Loss) -> bool:
     """Tell whether a loss may be a sum, or divided by a count of more than its micro-batch."""
-    for call in loss.calls:
-        reduction = keyword(call, "reduction")
-        if reduction is not None and not (isinstance(reduction, ast.Constant) and reduction.value == "mean"):
-            return True
-        if last_name(call.func) in ("sum", "nansum"):
-            return True
+    if any(last_name(call.func) in ("sum", "nansum") for call in loss.calls):
+        return True
     return any(names_in(part) and SHARED_COUNT.search(ast.unparse(part)) for part in loss.parts)
 
 
