@@ -16,10 +16,13 @@ from image_bases import FAMILIES, save_image_base
 from PIL import Image
 from transformers import AutoModelForImageTextToText, pipeline
 
+from samestep import cli
 from samestep._internals.image_processors import load_processor
 from samestep.data import conversation_rows, row_images
-from samestep.errors import UsageError
-from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
+from samestep.data.builtin import drawn_images
+from samestep.errors import UsageError, exit_code
+from samestep.recipe.catalog import load
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, IMAGE_SHAPE, CausalLmFineTuning
 
 PROGRAM = "finetune_causal_lm"
 LOADED = [family for family in FAMILIES if family != "smolvlm"]  # whose processor needs torchvision
@@ -30,7 +33,7 @@ NONE = ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE, "dataset_name",
 NO_SHAPE = " ".join(f"--{name} none" for name in NONE)
 STEPS = (
     "--num_warmup_steps 0 --max_train_steps 3 --global_batch_size 5 --learning_rate_batch_size 5 --weight_decay 0 "
-    "--max_grad_norm 1 --dtype float64 --max_seq_length 512 --record_samples"
+    "--max_grad_norm 1 --dtype float64 --record_samples"
 )
 NUMBERS = (1, 0, 3, 1, 2, 0, 1, 1, 3, 0, 2)
 """Images of each row."""
@@ -82,7 +85,7 @@ def base(tmp_path_factory):
 def write_flags(rows):
     def write(base: Path, more: str = "") -> str:
         data = f"--train_file {rows} --validation_fraction 0 --images --num_generations 0"
-        return f"{STEPS} {NO_SHAPE} --model_name_or_path {base} {data} {more}"
+        return f"{STEPS} {NO_SHAPE} --max_seq_length 512 --model_name_or_path {base} {data} {more}"
 
     return write
 
@@ -385,3 +388,62 @@ def test_adapters_take_the_same_step_in_every_cut(finetune, base, targets):
     whole = finetune("whole", base("llava"), f"{more} --per_device_train_batch_size 5")
     assert all(line["grad_norm"] > 0 for line in metrics(whole))
     check(finetune("cut", base("llava"), f"{more} --per_device_train_batch_size 2"), whole, "float64")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawn images, and a model with random weights
+
+
+def test_drawn_images_are_decided_by_seed_and_number():
+    chats = [drawn_images.draw_chat(1, "train", number) for number in range(60)]
+    assert chats == [drawn_images.draw_chat(1, "train", number) for number in range(60)]
+    assert {chat.task for chat in chats} == set(drawn_images.TASKS)
+    assert {len(chat.images) for chat in chats} == {1, 2, 3}
+    others = [drawn_images.draw_chat(*key) for key in [(1, "validation", 0), (2, "train", 0)]]
+    images = [image for chat in [*chats, *others] for image in chat.images]
+    assert len(set(images)) == len(images)
+    for chat in chats:
+        sizes = {row_images.open_image(image).size for image in chat.images}
+        assert sizes == {(drawn_images.SIZE, drawn_images.SIZE)}
+        if chat.task in ("colours", "figures"):
+            assert len(chat.answer.split()) == len(chat.images)
+
+
+DRAWN = (
+    "--recipe vlm_small_cpu --num_train_samples 24 --num_validation_samples 4 --hidden_size 32 --intermediate_size 64 "
+    "--num_image_layers 1 --num_hidden_layers 1 --dtype float64 --num_generations 2"
+)
+
+
+def test_a_llava_of_random_weights_takes_the_same_step_in_every_cut(train):
+    whole = train("whole", f"{STEPS} {DRAWN} --per_device_train_batch_size 5", program=PROGRAM)
+    check(train("cut", f"{STEPS} {DRAWN} --per_device_train_batch_size 2", program=PROGRAM), whole, "float64")
+    model, processor = AutoModelForImageTextToText.from_pretrained(whole), load_processor(str(whole))
+    assert model.config.image_token_id == processor.image_token_id
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--architecture llama", "with random weights only llava is made"),
+        ("--image_size none", "image_size is None"),
+        ("--image_patch_size 7", "image_patch_size 7 does not divide it"),
+        ("--images false", "image_size is 32"),
+        ("--objective dpo", "objective is dpo, whose pairs are texts"),
+        ("--router_loss global --router_loss_weight 0.1", "router_loss is global, which knows rows of texts only"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused_in_words(flags, problem, train, tmp_path):
+    with pytest.raises(UsageError) as raised:
+        train("run", f"{DRAWN} {flags}", program=PROGRAM)
+    assert any(problem in text for text in raised.value.problems), raised.value.problems
+
+
+def test_recipes_without_images_have_the_fingerprints_of_earlier_versions():
+    assert not {"images", *IMAGE_SHAPE} & load("sft_small_cpu").decisive_fields().keys()
+    assert load("vlm_small_cpu").decisive_fields().keys() >= {"images", *IMAGE_SHAPE}
+
+
+def test_a_plan_says_that_towers_are_not_counted(capsys):
+    assert exit_code(lambda: cli.main(["plan", "vlm_small_cpu"])) == 2
+    assert "no formula here counts the tower of images of vlm_small_cpu" in capsys.readouterr().err

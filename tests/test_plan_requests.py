@@ -130,7 +130,7 @@ def ask_the_program(answer):
 def test_no_command_of_a_plan_is_refused_by_its_program(capsys):
     """Recipes, flags and hardware drawn at random; the program's own checks are asked."""
     draw, planned = random.Random(57), 0
-    tunable = [name for name in catalog_names() if load(name).task == "causal_lm_finetuning"]
+    tunable = [name for name in catalog_names() if load(name).task == "causal_lm_finetuning" and not load(name).images]
     for _ in range(60):
         name = draw.choice([*tunable, draw.choice(catalog_names())])
         words = [name, "--on", draw.choice(HARDWARE)]

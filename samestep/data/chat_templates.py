@@ -46,6 +46,8 @@ TEMPLATES = {
 """Name of a chat template that `chat_template` may give instead of a file -> the template, with markers: `chatml` is that
 of tokenizers that are trained here; `tulu` (arXiv 2306.04751) is for base models, without control tokens: roles are text."""
 CHAT_TEMPLATE = TEMPLATES["chatml"]
+IMAGE_TEMPLATE = (Path(__file__).parent / "templates/images.jinja").read_text(encoding="utf-8").replace("\n", "")
+"""The one of tokenizers that are trained here for images."""
 
 CLOCK, NEVER = "strftime_now", "1970-01-01"
 """Function by which a template reads the clock, and the date that it reads by any other name."""
@@ -672,7 +674,8 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
                 print(
                     f"{error}. This rehearsal trains a tokenizer of its own: lengths and template are not the real ones"
                 )
-    template = (template or CHAT_TEMPLATE) if has_turns(rows) else None
+    default = IMAGE_TEMPLATE if recipe.images else CHAT_TEMPLATE
+    template = (template or default) if has_turns(rows) else None
     vocab_size = recipe.vocab_size or REHEARSED_VOCABULARY
     control_tokens = list(dict.fromkeys(CONTROL_TOKEN.findall(template or "")))
     smallest = 257 + len(control_tokens)
@@ -743,7 +746,7 @@ def _join_texts(row: dict[str, str]) -> dict[str, str]:
     parts = [part if isinstance(part, list) else [part] for part in (values["prompt"] or "", *values["answers"])]
     return {
         "text": "\n".join(
-            part if isinstance(part, str) else f"{part['role']}\n{part.get('content', '')}"
+            part if isinstance(part, str) else f"{part['role']}\n{''.join(list_texts(part.get('content')))}"
             for part in itertools.chain(*parts)
         )
     }

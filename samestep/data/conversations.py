@@ -415,7 +415,7 @@ def _make_renderer(recipe: Any, rows: Dataset, date: str | None) -> Renderer:
     train_on = "completions" if _has_pairs(rows) else recipe.train_on
     if recipe.images:
         images = importlib.import_module(IMAGES)
-        return images.ImageRenderer(images.make_processor(recipe), train_on, date)
+        return images.ImageRenderer(images.make_processor(recipe, rows), train_on, date)
     return Renderer(make_tokenizer(recipe, rows), train_on, has_turns(rows), date)
 
 

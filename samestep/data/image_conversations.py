@@ -17,7 +17,7 @@ import torch
 
 from samestep._internals.image_processors import load_processor
 from samestep.data.arrow import Dataset, hash_parts
-from samestep.data.chat_templates import Part, Renderer, Rendering, Request, choose_template
+from samestep.data.chat_templates import Part, Renderer, Rendering, Request, choose_template, make_tokenizer
 from samestep.data.conversations import Conversation, Conversations
 from samestep.data.row_images import list_images_of_row, mark_of, open_image
 from samestep.errors import RunError, UsageError, reason
@@ -28,20 +28,35 @@ Image = optional("PIL.Image")
 
 BLANK = (48, 32), (200, 120, 40)
 """Size and colour of the image that stands for none."""
+OWN_MARK = "<|image|>"
+"""Token of images of a tokenizer that is trained here, as its template writes it."""
 OF_TEXT = ("input_ids", "attention_mask", "text_replacement_offsets")
 """Names of what a processor returns of a text."""
 TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names under which models take which tokens are of images."""
 
 
-def make_processor(recipe: Any) -> Any:
-    """Load the processor of the recipe's model, with the recipe's chat template.
+def make_processor(recipe: Any, rows: Dataset) -> Any:
+    """Load the processor of the recipe's model, with the recipe's chat template; without one make LLaVA's, and train its
+    tokenizer on the rows.
 
     Raises:
         UsageError: there is none, or not one of images and text.
     """
     require("images", "training on images")
     name = recipe.tokenizer_name or recipe.model_name_or_path
+    if name is None:
+        from transformers import LlavaProcessor, SiglipImageProcessorPil  # here: need Pillow
+
+        side, tokenizer = recipe.image_size, make_tokenizer(recipe, rows)
+        return LlavaProcessor(
+            SiglipImageProcessorPil(size={"height": side, "width": side}),
+            tokenizer,
+            patch_size=recipe.image_patch_size,
+            vision_feature_select_strategy="full",
+            chat_template=tokenizer.chat_template,
+            image_token=OWN_MARK,
+        )
     try:
         processor = load_processor(name)
     except Exception as error:  # of any kind: network, names, files of others

@@ -71,7 +71,8 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
     model_class = AutoModelForSequenceClassification if is_reward else model_class
     head = {"num_labels": 1} if is_reward else {}
     if shape is not None or recipe.model_name_or_path is None:
-        make, values = choose_config(recipe, tokenizer) if shape is None else (AutoConfig.for_model, shape)
+        choose = importlib.import_module(IMAGES).choose_config if recipe.images else choose_config
+        make, values = choose(recipe, tokenizer) if shape is None else (AutoConfig.for_model, shape)
         try:
             config = make(**values, **head)
             model = model_class.from_config(config)
@@ -103,10 +104,13 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
     return model
 
 
-def choose_config(recipe: Any, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
-    """Return the class of an architecture's config, and its values for the shape of a recipe, without fields that are None."""
+def choose_config(
+    recipe: Any, tokenizer: Any, architecture: str | None = None
+) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
+    """Return the class of an architecture's config (None: the recipe's), and its values for the shape of a recipe, without
+    fields that are None."""
     try:
-        default = AutoConfig.for_model(recipe.architecture)
+        default = AutoConfig.for_model(architecture or recipe.architecture)
     except ValueError:
         raise UsageError(
             f"architecture {recipe.architecture} is no model_type that transformers knows, such as llama"

@@ -16,17 +16,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlavaConfig
 
 from samestep._internals.torch_autograd import find_leaves
 from samestep._internals.torch_tracing import is_fake
 from samestep.cut.layout import round_up
+from samestep.data.image_conversations import OWN_MARK, TYPES
 from samestep.errors import UsageError
+from samestep.models import causal_lm
 from samestep.models.causal_lm import CausalLmSums
 from samestep.models.sequences import Sequences
 
 PIXELS = "pixel_values"
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Names under which models take which tokens are of images."""
+TEXT = "llama"
+"""Architecture of the language model of those with random weights."""
 
 
 class ImageTextSums(CausalLmSums):
@@ -136,6 +139,20 @@ class ImageTextSums(CausalLmSums):
         base = self.causal_lm.base_model
         hidden = base(**inputs, use_cache=False, return_dict=True).last_hidden_state
         return hidden.flatten(0, 1)[rows.place][:num_tokens]
+
+
+def choose_config(recipe: Any, tokenizer: Any) -> tuple[type[LlavaConfig], dict[str, Any]]:
+    """Return the class and the values of the config of a LLaVA of the recipe's shape: a Llama, and a tower as wide as it."""
+    kind, text = causal_lm.choose_config(recipe, tokenizer, TEXT)
+    tower: dict[str, Any] = {
+        name: getattr(recipe, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    }
+    tower |= {"num_hidden_layers": recipe.num_image_layers, "model_type": "siglip_vision_model"}
+    tower |= {"image_size": recipe.image_size, "patch_size": recipe.image_patch_size}
+    values: dict[str, Any] = {"vision_config": tower, "text_config": text | {"model_type": kind.model_type}}
+    values |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    mark = tokenizer.convert_tokens_to_ids(OWN_MARK)
+    return LlavaConfig, {**values, "image_token_id": mark, "tie_word_embeddings": bool(recipe.tie_word_embeddings)}
 
 
 def with_blank(source: Any) -> Callable[..., ImageTextSums]:

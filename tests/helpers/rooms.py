@@ -22,15 +22,15 @@ OWN = {
 """Room -> names of files of its tests, test_NAME.py."""
 SHARED = {
     "stepplan": """
-        batch_schedule boundaries bounds configs conversations docs errors exclusions harness internals launch main
+        batch_schedule boundaries bounds configs conversations docs errors exclusions harness image_text internals launch main
         modern muon no_code other_names packaging printed_commands products quantization readme reading rehearsal
         scaling sharding variants
         """.split(),
     "samestep.contrib": """
         accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint
         conversations docs equivalence errors evaluation exact_sum finetune_causal_lm
-        finetune_classifier finetune_seq2seq golden harness internals interrupt launch main metrics modern muon no_code optim
-        packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
+        finetune_classifier finetune_seq2seq golden harness image_text internals interrupt launch
+        main metrics modern muon no_code optim packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
         recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding speech terminal
         train_images variants watching
         """.split(),

@@ -12,6 +12,7 @@ BUILTIN = {
     "conversations": {
         "builtin/drawn_chats": "samestep.data.builtin.chats:load_source",
         "builtin/drawn_pairs": "samestep.data.builtin.chats:load_source",
+        "builtin/drawn_images": "samestep.data.builtin.chats:load_source",
         "builtin/doctests": "samestep.data.builtin.chats:load_source",
     },
     "sources and targets": {"builtin/spelled_dates_and_numbers": "samestep.data.builtin.spelled:load_rows"},

@@ -7,13 +7,14 @@ from typing import Any
 
 from samestep.data import documents
 from samestep.data.arrow import hash_modules
-from samestep.data.builtin import doctest_chats, drawn_chats
+from samestep.data.builtin import doctest_chats, drawn_chats, drawn_images
 from samestep.data.conversation_rows import FEATURES, NAMES, READING, Source, split_name
 from samestep.data.row_report import RowReport
 from samestep.errors import UsageError
 
 DOCTESTS = "builtin/doctests"
-HAS_PAIRS = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: False}
+IMAGES = "builtin/drawn_images"
+HAS_PAIRS = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: False, IMAGES: False}
 
 
 def load_source(recipe: Any, entry: str) -> Source:
@@ -49,6 +50,15 @@ def _load_split(recipe: Any, entry: str, split: str, num_samples: int | None) ->
     if num_samples is None:
         field = "num_train_samples" if split == "train" else "num_validation_samples"
         raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
+    if name == IMAGES:
+        if config is not None or not recipe.images:
+            fault = "images is false" if config is None else f"dataset_config_name is {config}"
+            raise UsageError(
+                f"dataset_name is {name}, but {fault}: set images to true, and dataset_config_name to null"
+            )
+        options = {"num_samples": num_samples, "seed": recipe.seed, "split": split}
+        images = (name, *options.values(), hash_modules(__name__, drawn_images.__name__, *READING))
+        return documents.cache_rows(_image_rows, FEATURES, key=images, **options)
     drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
     draws = (name, num_samples, drawn, hash_modules(__name__, drawn_chats.__name__, *READING))
     return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
@@ -61,6 +71,11 @@ def _drawn_rows(name: str, num_samples: int, seed: int, split: str, level: str) 
         answers = [chat.answer, chat.wrong] if HAS_PAIRS[name] else [chat.answer]
         place = f"{name}, {split} {sample_id}"
         yield _make_row(columns, chat.messages, answers, place, chat.task)
+
+
+def _image_rows(num_samples: int, seed: int, split: str) -> Iterator[dict[str, str | None]]:
+    for sample_id, (turns, answer, task) in enumerate(drawn_images.iterate_turns(seed, split, num_samples)):
+        yield _make_row("messages", turns, [answer], f"{IMAGES}, {split} {sample_id}", task)
 
 
 def _doctest_rows(split: str) -> Iterator[dict[str, str | None]]:

@@ -48,8 +48,10 @@ COLUMNS = {
 """Contents of a column of conversations -> its names."""
 UNUSED = "unused"
 """Name in `columns` of a column that is not read."""
-DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
-"""Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
+DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs", "builtin/drawn_images")
+"""Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs, with images."""
+IMAGE_SHAPE = ("image_size", "image_patch_size", "num_image_layers")
+"""Fields that give a tower of images with random weights its shape."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 """Fields that say how many of them are drawn."""
 
@@ -142,6 +144,9 @@ class CausalLmFineTuning(ExpertsRecipe):
     max_position_embeddings: int | None = setting("positions; at least max_seq_length", LENGTH)
     tie_word_embeddings: bool | None = setting("whether the head is the embedding's matrix")
     initializer_range: float | None = setting("standard deviation of the initial weights", POSITIVE)
+    image_size: int | None = setting("pixels of a side of images; null with weights, or without images", limit(2**12))
+    image_patch_size: int | None = setting("pixels of a side of what is one token of an image", limit(2**12))
+    num_image_layers: int | None = setting("layers of the tower of images, as wide as the language model", LAYERS)
     base_quantization: str | None = setting(
         "nf4: the linear layers below adapters in 4 bits, with double quantisation (QLoRA, 2305.14314), so another base; null: "
         "as they are",
@@ -233,9 +238,22 @@ class CausalLmFineTuning(ExpertsRecipe):
             "set objective to sft, or images to false",
         ),
         Rule(
-            lambda f: f.images and f.model_name_or_path is None,
-            "images is true, but model_name_or_path is null, and the fields of a shape have no tower of images",
-            "name a model of images and text",
+            lambda f: f.images and f.model_name_or_path is None and f.architecture != "llava",
+            "images is true, but architecture is {f.architecture}: with random weights only llava is made",
+            "set architecture to llava, or name a model of images and text, model_name_or_path",
+        ),
+        *each(
+            IMAGE_SHAPE,
+            lambda name: Rule(
+                lambda f: (f[name] is None) == bool(f.images and f.model_name_or_path is None),
+                f"{name} is {{f[{name}]}}, but it is of towers of images with random weights, and of no others",
+                "set it to a number with them, else to null",
+            ),
+        ),
+        Rule(
+            lambda f: f.image_size and f.image_patch_size and f.image_size % f.image_patch_size != 0,
+            "image_size is {f.image_size}, but image_patch_size {f.image_patch_size} does not divide it",
+            "set it to a multiple",
         ),
         Rule(
             lambda f: f.images and f.balances_experts,
@@ -257,11 +275,12 @@ class CausalLmFineTuning(ExpertsRecipe):
     def decisive_fields(self) -> dict[str, Any]:
         fields = super().decisive_fields()
         if not self.images:  # fingerprints of earlier versions, which had none
-            del fields["images"]
+            for name in ("images", *IMAGE_SHAPE):
+                del fields[name]
         return fields
 
     def problems(self) -> list[str]:
-        kind = DRAWN[self.objective != "sft"]
+        kind = DRAWN[2 if self.images else self.objective != "sft"]
         problems = [
             f"objective is {self.objective}, but dataset_name is {name}, which has no such samples: set dataset_name to "
             f"{kind}, or another objective"
