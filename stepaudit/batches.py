@@ -262,8 +262,8 @@ def describe_row(row: torch.Tensor) -> list[str]:
     begin = len(row) - (_find_end(flipped, 0) if row.numel() else 0)
     parts = [row, row[: ends[0]], row[begin:]]
     if row.ndim > 1:
-        parts += [row.narrow(dimension, 0, end) for dimension, end in enumerate(ends) if dimension]
-    if row.ndim > 2:
+        parts += [row.narrow(dimension, 0, end) for dimension, end in enumerate(ends) if dimension and end]
+    if row.ndim > 2 and all(ends[1:]):
         parts.append(row[(slice(None), *(slice(0, end) for end in ends[1:]))])
     return [str(tuple(row.shape)), *map(_hash, parts)]
 

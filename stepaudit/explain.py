@@ -108,9 +108,6 @@ def explain_gradient(question: Question) -> list[Finding]:
     Returns:
         What the first of `EXPLANATIONS` says that says anything: one cause, and what is true beside it.
     """
-    error = relative(question.gradient - question.true_gradient, norm_of(question.true_gradient))
-    if error <= question.margin and (finding := explain_rows(question.reference, question.processes, question.t)):
-        return [finding]  # whatever is predicted is met within so small an error
     for explanation in EXPLANATIONS:
         if findings := explanation.explain(question):
             return findings
