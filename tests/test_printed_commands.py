@@ -442,7 +442,7 @@ def test_every_script_and_launch_file_is_run():
 def shrunken_flags(launch: Launch) -> tuple[str, int]:
     """Write the flags that shrink a training, and its number of processes; k stays, if it is small."""
     n, k = min(launch.num_processes, MAX_PROCESSES), min(launch.layout.gradient_accumulation_steps, MAX_MICRO_BATCHES)
-    flags = [f"--{field} {value}" for field, value in SHRUNKEN.items() if hasattr(launch.recipe, field)]
+    flags = [f"--{field} {value}" for field, value in SHRUNKEN.items() if field in vars(launch.recipe)]
     if not {"--train_file", "--train_dir"} & set(launch.argv):
         flags.append(DATA[launch.program])
         flags += ["--dataset_config_name none"] * hasattr(launch.recipe, "dataset_config_name")
