@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, pipeline
 
 from samestep import cli
 from samestep._internals.image_processors import load_processor
-from samestep.data import conversation_rows, row_images
+from samestep.data import conversation_rows, conversations, row_images
 from samestep.data.builtin import drawn_images
 from samestep.errors import UsageError, exit_code
 from samestep.recipe.catalog import load
@@ -447,3 +447,35 @@ def test_recipes_without_images_have_the_fingerprints_of_earlier_versions():
 def test_a_plan_says_that_towers_are_not_counted(capsys):
     assert exit_code(lambda: cli.main(["plan", "vlm_small_cpu"])) == 2
     assert "no formula here counts the tower of images of vlm_small_cpu" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_sharded_weights_take_the_same_step(train_on, finetune, write_flags, base, family):
+    more = "--validation_fraction 0.3 --per_device_train_batch_size"
+    whole = finetune("whole", base(family), f"{more} 5")
+    folder = train_on(2, {f"{PROGRAM}/cut": write_flags(base(family), f"{more} 1")}, "fsdp2_2xcpu")
+    check(folder / PROGRAM / "cut", whole, "float64")
+
+
+def test_no_token_of_an_image_is_trained(rows, base):
+    """Where all others are."""
+    changes = dict.fromkeys(NONE) | {"model_name_or_path": str(base("qwen2_5_vl")), "train_file": [str(rows)]}
+    recipe = load("sft_small_cpu", changes | {"images": True, "validation_fraction": 0.0, "train_on": "all"})
+    source, _ = conversations.build(recipe)
+    for number, num_images in enumerate(NUMBERS):
+        sample = source.draw(0, number)
+        is_image = np.isin(sample.tokens, list(source.image_ids))
+        assert is_image.any() == (num_images > 0)
+        assert not (is_image & sample.is_trained).any()
+        assert (is_image | sample.is_trained)[1:].all()
+        assert source.collate([sample])["counts"].tolist() == [int(sample.is_trained.sum())]
+
+
+def test_a_resumed_run_on_two_processes_is_the_same(train_on, finetune, write_flags, base, tmp_path):
+    more = "--validation_fraction 0.3 --per_device_train_batch_size"
+    whole = finetune("whole", base("llava"), f"{more} 5")
+    flags = f"{more} 2 --checkpointing_steps 1 --lr_num_steps 3"
+    finetune(f"{PROGRAM}/cut", base("llava"), f"{flags} --max_train_steps 1")
+    folder = train_on(2, {f"{PROGRAM}/cut": write_flags(base("llava"), f"{flags} --resume_from_checkpoint latest")})
+    check(folder / PROGRAM / "cut", whole, "float64")
