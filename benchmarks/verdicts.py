@@ -4,7 +4,7 @@
     make bench NAME=verdicts FLAGS="--first_sight 3"
 
 Each is run unchanged and recorded as `python -m recipes audit-script` does it, and compared with its reference layout. Writes
-benchmarks/results/verdicts.* and the tables of docs/audit.md.
+benchmarks/results/verdicts.*, the tables of docs/audit-limits.md, and the causes of docs/audit.md beside it.
 
 With --first_sight a round of new programs is judged, and what is said of each is written into tests/audited/first_sight.json,
 where it stays, whatever the audit learns from it: that rate is the one to be expected.
@@ -178,7 +178,7 @@ def markdown(results: dict) -> str:
 
 def main() -> None:
     parser = harness.flags("verdicts", __doc__)
-    parser.add_argument("--document", type=Path, default=ROOT / GUIDE, help="gets the tables too")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "audit-limits.md", help="gets the tables too")
     parser.add_argument("--first_sight", type=int, metavar="ROUND", help="judge programs that are new, and log it")
     arguments = parser.parse_args()
     with Server() as server:
@@ -192,7 +192,7 @@ def main() -> None:
             rows.append(row)
     results = {"about": harness.about("make bench NAME=verdicts", PACKAGES, tolerance=corpus.TOLERANCE), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
-    harness.write_part(arguments.document, "causes", guide())
+    harness.write_part(arguments.document.with_name(Path(GUIDE).name), "causes", guide())
     harness.write_part(arguments.document, "verdicts", part(results))
 
 

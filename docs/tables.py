@@ -190,7 +190,7 @@ def front() -> str:
             f"{sum(is_exact_on_one_process(row) for row in audited)} are exact in micro-batches",
         ),
         (
-            f"[audit](docs/audit.md) of {len(faults)} faulty, {len(sound)} sound unseen programs",
+            f"[audit](docs/audit-limits.md) of {len(faults)} faulty, {len(sound)} sound unseen programs",
             f"{sum(row['verdict'] == 'right' for row in faults)} faults named, "
             f"{sum(row['verdict'] != 'right' for row in sound)} sound programs accused",
         ),

@@ -34,7 +34,7 @@ PARTS = {
     "templates": ("docs/chat-templates.md", "templates", "part"),
     "time": ("docs/planner.md", "timing", "describe"),
     "versions": ("docs/install.md", "versions", "part"),
-    "verdicts": ("docs/audit.md", "verdicts", "part"),
+    "verdicts": ("docs/audit-limits.md", "verdicts", "part"),
 }
 
 
