@@ -30,8 +30,9 @@ SHARED = {
         accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint
         conversations docs equivalence errors evaluation exact_sum finetune_causal_lm
         finetune_classifier finetune_seq2seq golden harness image_text internals interrupt launch
-        main metrics modern muon no_code optim packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization reading readme
-        recovery reduction rehearsal reliability reproducible restarts run_files saved_models sharding speech terminal
+        main metrics modern muon no_code optim packaging plots pretrain_bert pretrain_gpt2 printed_commands quantization
+        reading readme recovery reduction rehearsal reliability reproducible restarts run_files saved_models
+        sharding speech terminal
         train_images variants watching
         """.split(),
 }
