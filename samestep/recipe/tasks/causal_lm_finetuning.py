@@ -256,6 +256,11 @@ class CausalLmFineTuning(ExpertsRecipe):
             "set it to a multiple",
         ),
         Rule(
+            lambda f: f.images and f.model_name_or_path is not None and f.rehearse,
+            "rehearse is true, but images is true, and no small model is made of {f.model_name_or_path}",
+            "set rehearse to false, and max_train_steps to 3",
+        ),
+        Rule(
             lambda f: f.images and f.balances_experts,
             "images is true, but router_loss is {f.router_loss}, which knows rows of texts only",
             "set router_loss to null, or images to false",
