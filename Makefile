@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || ech
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings finetune-seq2seq finetune-speech test test-fast test-core test-thorough test-kinds check bench proof-gpu docs prose claims test-studies audit chaos figures site types release sizes
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha train-embeddings finetune-seq2seq finetune-speech finetune-images test test-fast test-core test-thorough test-kinds check bench proof-gpu docs prose claims test-studies audit chaos figures site types release sizes
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -61,6 +61,11 @@ finetune-seq2seq: venv ## learn to write dates and numbers in words as digits: a
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
 		scripts/finetune_seq2seq.py --recipe seq2seq_small_cpu --per_device_train_batch_size 64 --eval_steps 260 \
 		--num_generations 500 --output_dir runs/seq2seq_small_cpu --overwrite_output_dir
+
+finetune-images: venv ## teach a tiny LLaVA to answer questions about drawn images: minutes on 2 cores, no download
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/finetune_causal_lm.py --recipe vlm_small_cpu --eval_steps 600 --num_generations 300 --generation_length 16 \
+		--output_dir runs/vlm_small_cpu --overwrite_output_dir
 
 finetune-speech: venv ## draw spoken digits and learn to write them: at most 5 minutes on 2 cores, no download
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
