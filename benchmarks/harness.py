@@ -212,7 +212,8 @@ def run_in_turns(programs: Iterable[Program], seconds: float) -> None:
     running = list(programs)
     while running:
         for program in running:
-            program.turn(seconds)
+            if not program.done:  # one that was ending when its turn was over may have ended since
+                program.turn(seconds)
         running = [program for program in running if not program.done]
 
 

@@ -75,7 +75,7 @@ def planned(
 def distinct(names: list[str]) -> dict[str, Recipe]:
     """Map names to recipes, one for each shape of a model and its samples."""
     by_model = {}
-    for recipe in (recipe for recipe in map(load, names) if recipe.parts.shape is not None):
+    for recipe in (recipe for recipe in map(load, names) if recipe.is_planned):
         by_model.setdefault(model_from_recipe(recipe), recipe)
     assert len({recipe.task for recipe in by_model.values()}) == sum(
         cls.parts.shape is not None for cls in TASKS.values()

@@ -117,7 +117,7 @@ def causal_lm_finetuning(recipe: CausalLmFineTuning) -> Decoder:
 
 def has_formula(recipe: Recipe) -> bool:
     """Tell whether `model_from_recipe` knows the recipe's model without asking the network."""
-    if recipe.parts.shape is None:
+    if not recipe.is_planned:
         return False
     if not isinstance(recipe, CausalLmFineTuning | CausalLmPretraining):
         return True

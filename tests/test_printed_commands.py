@@ -243,7 +243,7 @@ class Launch:
             per_device_train_batch_size=self.settings.per_device_train_batch_size,
             gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
         )
-        if self.recipe.parts.shape is not None:  # else the planner has no formula
+        if self.recipe.is_planned:  # else the planner has no formula
             options = {"mixed_precision": self.mixed_precision, "sharded": is_sharded}
             options |= {"gradient_checkpointing": getattr(self.settings, "gradient_checkpointing", False)}
             assert from_recipe(self.recipe).memory(self.layout, **options).total > 0
@@ -449,7 +449,8 @@ def shrunken_flags(launch: Launch) -> tuple[str, int]:
     flags.append(MODEL.get(launch.program, ""))
     num_workers = getattr(launch.recipe.communication, "num_workers", 0)  # each has a sample
     flags.append(f"--global_batch_size {max(2 * n * k, num_workers)} --speed safe --output_dir out")
-    flags += [] if launch.settings.gradient_accumulation_steps else ["--per_device_train_batch_size 2"]
+    has_size = launch.settings.gradient_accumulation_steps or launch.settings.reproducible
+    flags += [] if has_size else ["--per_device_train_batch_size 2"]
     return " ".join(flags), n
 
 

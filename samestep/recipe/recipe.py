@@ -225,6 +225,11 @@ class Recipe:
         return self.accumulation == "optimizer" and self.optimizer_name == "adamw"
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the planner has a formula for models of this kind."""
+        return self.parts.shape is not None
+
+    @property
     def small_shape(self) -> dict[str, Any]:
         """Values for a model that any machine holds, which rehearsals train; whatever decides the data and the step stays."""
         return {}

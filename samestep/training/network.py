@@ -145,7 +145,7 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
     if files is not None:
         files.fill(prepared[0], accelerator.device)
         sharding.set_parameters(prepared[1], groups, prepared[0])
-    trained = Trained(*prepared, fingerprints, getattr(train, "processor", getattr(train, "tokenizer", None)))
+    trained = Trained(*prepared, fingerprints, getattr(train, "processor", None) or getattr(train, "tokenizer", None))
     if start.checkpoint is not None:
         checkpoint.load(accelerator, start.checkpoint, start.state, *prepared, fingerprints)
         run.reduction.load(start.checkpoint)

@@ -19,7 +19,7 @@ from samestep.recipe.catalog import TASKS, catalog_names, load
 ROOT = Path(__file__).parents[2]
 TRANSFORMERS = tuple(int(number) for number in version("transformers").split(".")[:2])
 """Release of transformers, without its patch: a fault that it has mended is not expected of it."""
-PLANNED = [name for name in catalog_names() if load(name).parts.shape is not None]
+PLANNED = [name for name in catalog_names() if load(name).is_planned]
 """Recipes of the catalog that the planner has a formula for."""
 # Models that train in moments; what a flag does not set is the recipe's.
 TINY = (

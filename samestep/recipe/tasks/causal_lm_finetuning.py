@@ -333,6 +333,10 @@ class CausalLmFineTuning(ExpertsRecipe):
         return super().model_in_words + method + ("" if self.objective == "sft" else f" ({self.objective})")
 
     @property
+    def is_planned(self) -> bool:
+        return super().is_planned and not self.images
+
+    @property
     def reads_shards(self) -> bool:
         """Whether processes that divide the weights may read their own rows only of the files to start from."""
         needs_whole = self.use_dora or self.modules_to_save or self.base_quantization is not None
