@@ -35,6 +35,7 @@ FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.s
     **dict.fromkeys(("intermediate_size_mlp", "ffn_hidden_size"), 2**20),
     **dict.fromkeys(("num_kv_heads", "expansion_ratio", "interleave_moe_layer_step"), 2**14),
     "first_k_dense_replace": 10_000,
+    **dict.fromkeys(("state_size", "n_groups", "conv_kernel", "chunk_size"), 2**14),
 }
 """Field -> its largest value that is accepted."""
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -205,7 +206,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
         "hidden_size": width,
         "num_layers": layers,
         "intermediate_size": config.get("intermediate_size")
-        or (0 if kind in ("falcon", "mpt") else need("intermediate_size")),
+        or (0 if kind in ("falcon", "mpt", "mamba2") else need("intermediate_size")),
         "num_heads": heads,
         "num_key_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or max(1, width // heads),

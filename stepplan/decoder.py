@@ -52,6 +52,22 @@ class Latent(NamedTuple):
     value_dim: int
 
 
+class Scan(NamedTuple):
+    """A recurrence in place of attention (Mamba 2, 2405.21060), computed in chunks, whose heads are those of queries.
+
+    Attributes:
+        num_groups: groups of heads that share the matrices into a state and out of it.
+        state_size: numbers of a state per number of a head.
+        chunk_size: tokens of a chunk.
+        kernel_size: tokens that its convolution sees.
+    """
+
+    num_groups: int
+    state_size: int
+    chunk_size: int
+    kernel_size: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """The architecture of a decoder.
@@ -86,6 +102,7 @@ class Shape:
         shared_size: f of experts that every token visits.
         num_dense: the first layers, which are dense in a mixture.
         latent: attention is latent; None: it is not.
+        scan: a recurrence is in attention's place, in all layers; None: there is none.
         max_length: positions; None: not said.
         stored_bytes: bytes of a weight in the model's files, 2 or 4.
     """
@@ -122,6 +139,7 @@ class Shape:
     shared_size: int = 0
     num_dense: int = 0
     latent: Latent | None = None
+    scan: Scan | None = None
     max_length: int | None = None
     stored_bytes: int = 4
 
@@ -145,9 +163,17 @@ class Shape:
         """Layers with experts."""
         return max(0, self.num_layers - self.num_dense) if self.num_experts else 0
 
+    @property
+    def convolved(self) -> int:
+        """Numbers per token that a recurrence's convolution takes: its input, and what goes into states and out of them."""
+        return self.queries + 2 * self.scan.num_groups * self.scan.state_size if self.scan else 0
+
     def attention_linears(self) -> list[Linear]:
-        """List the matrices of a layer's attention."""
+        """List the matrices of a layer's attention, or of the recurrence in its place."""
         h, q, r = self.hidden_size, self.queries, self.keys
+        if self.scan:
+            width = q + self.convolved + self.num_heads
+            return [Linear("in_proj", h, width, "attention"), Linear("out_proj", q, h, "output")]
         if self.latent:
             rank, key_rank, rotated, value_dim = self.latent
             plain = self.head_dim - rotated
@@ -191,6 +217,7 @@ class Shape:
             "query_latent": "self_attn",
             "key_latent": "self_attn",
         }
+        inside |= {"attention": "mixer", "output": "mixer"} if self.scan else {}
         return [*{f"{inside.get(each.source, 'mlp')}.{each.name}": 1 for each in linears}, "embed_tokens", "lm_head"]
 
     @property
@@ -469,6 +496,8 @@ class Activations(Weights):
     def attention_bytes(self, b: int) -> int:
         """Count the bytes per token of queries, keys, values, output, and where they are stored, of the [T, T] matrices."""
         shape = self.shape
+        if shape.scan:
+            return self._scan_bytes(b)
         if shape.latent:
             return b * (2 * shape.queries + 2 * shape.values)
         whole = b * (shape.queries + shape.values)
@@ -477,6 +506,22 @@ class Activations(Weights):
             pairs = b * (1 + shape.soft_caps + shape.copies_scores)
             return whole + b * 2 * shape.keys + self._square * pairs
         return whole + b * 2 * (shape.queries if shape.num_heads > shape.num_key_heads else shape.keys)
+
+    def _scan_bytes(self, b: int) -> int:
+        """Count the bytes per token of a recurrence, as transformers computes it without a kernel of its own.
+
+        The in-projection, the convolution before and after its activation; inputs, outputs and gates of heads; scores of a
+        chunk; what goes into states and out of them, repeated for all heads; states of all chunks, and with the first.
+        Autocast leaves what is no product in float32.
+        """
+        shape = self.shape
+        assert shape.scan is not None
+        _, state, chunk, _ = shape.scan
+        inner, heads, num_chunks = shape.queries, shape.num_heads, -(-self.sequence_length // chunk)
+        states = b * (2 * num_chunks + 1) * inner * state // self.sequence_length
+        if b == 2:
+            return states + 34 * inner + 4 * shape.convolved + heads * (8 * chunk + 12 * state + 12)
+        return states + 36 * inner + 12 * shape.convolved + heads * (12 * chunk + 20 * state + 20)
 
     def gate_bytes(self, b: int) -> int:
         """Count the bytes per token and unit of f: gate, its activation, and up."""
@@ -517,6 +562,8 @@ class Activations(Weights):
         else:
             rest = 4 * h + 8 * f - (6 if is_full else 2) * post
         rest = max(experts, rest if f else 0)
+        if shape.scan:  # of what heads give back and of their gate
+            return 8 * shape.queries
         if not self.stores_scores:
             return rest
         # Gradients of probabilities and of scores in float32, when what the feed-forward layer and both normalisations behind
@@ -581,11 +628,26 @@ class Decoder(Activations):
     def attention_flops(self) -> float:
         """FLOPs of attention's products, forward and backward: see `forward_flops`."""
         shape, t = self.shape, self.sequence_length
+        if shape.scan:
+            return 3 * self.length * self.num_layers * self._scan_flops
         seen: list[float] = [t] * self.num_layers
         if shape.window is not None and shape.window < t:
             near = 2 * shape.window - shape.window**2 / t
             seen = [t] * shape.num_global + [near] * (self.num_layers - shape.num_global)
         return 3 * self.length * 2 * (shape.queries + shape.values) * sum(seen)
+
+    @property
+    def _scan_flops(self) -> float:
+        """FLOPs per token of a recurrence's forward: its convolution, products within chunks, into and out of states.
+
+        Last, transformers multiplies the states of all chunks by a matrix of their decays.
+        """
+        shape, t = self.shape, self.sequence_length
+        assert shape.scan is not None
+        _, state, chunk, kernel = shape.scan
+        within = 2 * chunk * (state + shape.head_dim) + 4 * state * shape.head_dim
+        between = 2 * (-(-t // chunk) + 1) ** 2 * state * shape.head_dim / t
+        return 2 * kernel * shape.convolved + shape.num_heads * (within + between)
 
     @property
     def head_size(self) -> int:

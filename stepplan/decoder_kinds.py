@@ -7,7 +7,7 @@ Numbers of parameters are compared with transformers' own models in tests/test_d
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stepplan.decoder import Latent
+from stepplan.decoder import Latent, Scan
 
 Fields = Mapping[str, Any]
 Kind = Callable[[Fields, Fields], dict[str, Any]]
@@ -16,6 +16,7 @@ NAMES: dict[str, dict[str, str]] = {
     "opt": {"intermediate_size": "ffn_dim"},
     "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
     | {"max_position_embeddings": "max_seq_len"},
+    "mamba2": {"num_attention_heads": "num_heads"},
 }
 """`model_type` -> fields that it calls otherwise."""
 TIED = ("opt", "falcon", "mpt")
@@ -186,6 +187,19 @@ def llama4(config: Fields, values: Fields) -> dict[str, Any]:
     return changes | _experts(config, size) | window | {"all_linear": "router"}
 
 
+def mamba2(config: Fields, values: Fields) -> dict[str, Any]:
+    """Mamba 2: a recurrence behind one normalisation, and no feed-forward layer."""
+    groups, state, kernel = (config[name] for name in ("n_groups", "state_size", "conv_kernel"))
+    heads, inner, width = values["num_heads"], values["num_heads"] * values["head_dim"], values["hidden_size"]
+    convolved = inner + 2 * groups * state
+    biases = convolved * bool(config.get("use_conv_bias", True))
+    biases += (inner + convolved + heads + width) * bool(config.get("use_bias"))
+    # Of each head a decay, a step and a skip; a normalisation before the last matrix
+    extra = convolved * kernel + 3 * heads + inner + biases
+    changes = {"scan": Scan(groups, state, config["chunk_size"], kernel), "intermediate_size": 0, "num_pre_norms": 1}
+    return changes | {"qkv_bias": False, "extra_layer": extra, "all_linear": "linears"}
+
+
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("llama", "mistral", "gemma", "granite", "smollm3", "helium"), lambda config, values: {}),
     "qwen2": lambda config, values: {"qkv_bias": True},
@@ -207,6 +221,7 @@ KINDS: dict[str, Kind] = {
     "opt": opt,
     "falcon": falcon,
     "mpt": mpt,
+    "mamba2": mamba2,
 }
 """`model_type` -> what it changes."""
 ALIASES = {

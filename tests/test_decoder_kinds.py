@@ -14,11 +14,13 @@ from transformers import (
     GPT2Config,
 )
 
+from samestep.cut.layout import solve_layout
 from stepplan.base_models import MODEL_TYPES, find_kind, is_decoder, shape_from_config
 from stepplan.cli.model import is_causal
 from stepplan.configs import model_from_config
-from stepplan.decoder import Tuning, Weights
+from stepplan.decoder import Decoder, Tuning, Weights
 from stepplan.decoder_kinds import ALIASES
+from stepplan.memory import planned_memory
 
 SMALL = {
     "hidden_size": 64,
@@ -33,6 +35,7 @@ EXPERTS = GROUPED | {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 8}
 LATENT |= EXPERTS | {"num_key_value_heads": 4, "n_shared_experts": 2, "first_k_dense_replace": 1}
 LLAMA4 = GROUPED | {"intermediate_size_mlp": 160, "num_local_experts": 8, "num_experts_per_tok": 1, "head_dim": 16}
+MAMBA2 = {"model_type": "mamba2", "num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 1, "chunk_size": 32}
 CASES = {
     "llama": GROUPED,
     "qwen2": GROUPED,
@@ -62,6 +65,9 @@ CASES = {
         "alibi": True,
     },
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4},
+    "mamba2": MAMBA2,
+    "mamba2 with biases": MAMBA2 | {"n_groups": 2, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
+    "mamba2 tied": MAMBA2 | {"head_dim": 16, "num_heads": 16, "expand": 4, "tie_word_embeddings": True},
 }
 
 
@@ -155,6 +161,19 @@ def test_a_deberta_stores_what_it_scores():
     for autocast, traced in ((False, 1046.1e6), (True, 720.1e6)):
         peaks = model.peaks(8, autocast=autocast, gradient_checkpointing=False)
         assert max(sum(peak) for peak in peaks) == pytest.approx(traced, rel=0.02)
+
+
+def test_a_mamba2_keeps_what_its_chunks_hold():
+    """transformers traced on no device, 3 layers and 32 sequences of 128: peaks, and a layer's products of 256 tokens."""
+    fields = {"model_type": "mamba2", "vocab_size": 4000, "hidden_size": 256, "num_hidden_layers": 3, "num_heads": 8}
+    fields |= {"head_dim": 64, "state_size": 32, "n_groups": 1, "chunk_size": 64, "conv_kernel": 4}
+    model = Decoder(shape=shape_from_config(fields, "it"), sequence_length=128)
+    layout = solve_layout(num_processes=1, global_batch_size=32, per_device_train_batch_size=32)
+    for precision, recomputed, traced in (("no", False, 767.3e6), ("bf16", False, 650.7e6), ("bf16", True, 261.7e6)):
+        planned = planned_memory(model, layout, mixed_precision=precision, gradient_checkpointing=recomputed)
+        assert planned.total == pytest.approx(traced, rel=0.03), (precision, recomputed)
+    model = Decoder(shape=shape_from_config(fields | {"num_hidden_layers": 1}, "it"), sequence_length=256)
+    assert model.forward_flops - 256 * 2 * 4000 * 256 == pytest.approx(254_719_488, rel=1e-3)
 
 
 def test_a_gpt2_is_known_without_its_class():
