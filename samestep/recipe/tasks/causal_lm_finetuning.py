@@ -56,6 +56,44 @@ DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 """Fields that say how many of them are drawn."""
 
 
+IMAGE_RULES = (
+    Rule(
+        lambda f: f.images and f.objective != "sft",
+        "images is true, but objective is {f.objective}, whose pairs are texts",
+        "set objective to sft, or images to false",
+    ),
+    Rule(
+        lambda f: f.images and f.model_name_or_path is None and f.architecture != "llava",
+        "images is true, but architecture is {f.architecture}: with random weights only llava is made",
+        "set architecture to llava, or name a model of images and text, model_name_or_path",
+    ),
+    *each(
+        IMAGE_SHAPE,
+        lambda name: Rule(
+            lambda f: (f[name] is None) == bool(f.images and f.model_name_or_path is None),
+            f"{name} is {{f[{name}]}}, but it is of towers of images with random weights, and of no others",
+            "set it to a number with them, else to null",
+        ),
+    ),
+    Rule(
+        lambda f: f.image_size and f.image_patch_size and f.image_size % f.image_patch_size != 0,
+        "image_size is {f.image_size}, but image_patch_size {f.image_patch_size} does not divide it",
+        "set it to a multiple",
+    ),
+    Rule(
+        lambda f: f.images and f.model_name_or_path is not None and f.rehearse,
+        "rehearse is true, but images is true, and no small model is made of {f.model_name_or_path}",
+        "set rehearse to false, and max_train_steps to 3",
+    ),
+    Rule(
+        lambda f: f.images and f.balances_experts,
+        "images is true, but router_loss is {f.router_loss}, which knows rows of texts only",
+        "set router_loss to null, or images to false",
+    ),
+)
+"""What a recipe with images excludes."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLmFineTuning(ExpertsRecipe):
     """Fine-tuning a causal language model: all of it or adapters (LoRA), on conversations or on preferences."""
@@ -231,40 +269,7 @@ class CausalLmFineTuning(ExpertsRecipe):
             "train_on is all, but objective is {f.objective}, which compares answers",
             "set it to completions or assistant",
         ),
-        # Images
-        Rule(
-            lambda f: f.images and f.objective != "sft",
-            "images is true, but objective is {f.objective}, whose pairs are texts",
-            "set objective to sft, or images to false",
-        ),
-        Rule(
-            lambda f: f.images and f.model_name_or_path is None and f.architecture != "llava",
-            "images is true, but architecture is {f.architecture}: with random weights only llava is made",
-            "set architecture to llava, or name a model of images and text, model_name_or_path",
-        ),
-        *each(
-            IMAGE_SHAPE,
-            lambda name: Rule(
-                lambda f: (f[name] is None) == bool(f.images and f.model_name_or_path is None),
-                f"{name} is {{f[{name}]}}, but it is of towers of images with random weights, and of no others",
-                "set it to a number with them, else to null",
-            ),
-        ),
-        Rule(
-            lambda f: f.image_size and f.image_patch_size and f.image_size % f.image_patch_size != 0,
-            "image_size is {f.image_size}, but image_patch_size {f.image_patch_size} does not divide it",
-            "set it to a multiple",
-        ),
-        Rule(
-            lambda f: f.images and f.model_name_or_path is not None and f.rehearse,
-            "rehearse is true, but images is true, and no small model is made of {f.model_name_or_path}",
-            "set rehearse to false, and max_train_steps to 3",
-        ),
-        Rule(
-            lambda f: f.images and f.balances_experts,
-            "images is true, but router_loss is {f.router_loss}, which knows rows of texts only",
-            "set router_loss to null, or images to false",
-        ),
+        *IMAGE_RULES,
         # Shape
         *list_shape_rules(SHAPE, ("num_key_value_heads",)),
         *list_decoder_rules("max_seq_length"),
@@ -339,8 +344,7 @@ class CausalLmFineTuning(ExpertsRecipe):
     @property
     def reads_shards(self) -> bool:
         """Whether processes that divide the weights may read their own rows only of the files to start from."""
-        needs_whole = self.use_dora or self.modules_to_save or self.base_quantization is not None
-        needs_whole = needs_whole or self.images
+        needs_whole = self.use_dora or self.modules_to_save or self.base_quantization is not None or self.images
         return self.model_name_or_path is not None and self.objective not in ("reward", "dpo") and not needs_whole
 
     @property
