@@ -22,7 +22,8 @@ from samestep.data import conversation_rows, conversations, row_images
 from samestep.data.builtin import drawn_images
 from samestep.errors import UsageError, exit_code
 from samestep.recipe.catalog import load
-from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, IMAGE_SHAPE, CausalLmFineTuning
+from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
+from samestep.recipe.tasks.conversation_images import IMAGE_SHAPE
 
 PROGRAM = "finetune_causal_lm"
 LOADED = [family for family in FAMILIES if family != "smolvlm"]  # whose processor needs torchvision
