@@ -45,9 +45,8 @@ class Answers(Part):
         _, source = self.run.data
         ids = source.choose_samples(settings.num_generations)
         questions = [source.find_question(sample_id) for sample_id in ids]
-        has_prompts = not (
-            self.run.recipe.images and self.run.recipe.train_on == "all"
-        )  # else images follow what is before
+        # Where all is trained, a prompt is a beginning of the text, behind which its images would stand
+        has_prompts = not (self.run.recipe.images and self.run.recipe.train_on == "all")
         if not questions or not has_prompts or not model.causal_lm.can_generate():  # a reward model does not
             return {}
         tokenizer, answers = source.tokenizer, []

@@ -649,6 +649,23 @@ def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
         raise UsageError(f"{file}:{line}: text follows the JSON array. Write one array, or one object per line.")
 
 
+def check_text(value: Any, name: str) -> str:
+    """Return the value of a column that is a text with a visible character.
+
+    Raises:
+        UsageError: it is none, or no file of UTF-8 can hold it.
+    """
+    if value is None or (isinstance(value, float) and value != value):  # NaN
+        value = ""
+    if not isinstance(value, str):
+        raise UsageError(f"{name!r} holds {type(value).__name__}, not text")
+    if not value.strip():
+        raise UsageError(f"{name!r} is empty: fill it in, or remove the row")
+    if problem := find_fault_of_text(value):
+        raise UsageError(problem)
+    return value
+
+
 def find_fault_of_text(text: str) -> str | None:
     """Say why no file of UTF-8 can hold a text; None: one can."""
     if text.isascii() or is_utf8(text):

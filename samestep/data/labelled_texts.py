@@ -144,24 +144,12 @@ def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: b
     """
     for value, name in zip(values[:2], names[:2], strict=True):
         if name is not None:
-            _check_text(value, name)
+            documents.check_text(value, name)
     label = _read_label(values[2], names[2])
     if needs_label and label is None:
         written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
         raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
     return {"text": values[0], "pair": values[1], "label": label}
-
-
-def _check_text(value: Any, name: str) -> None:
-    """Raise UsageError where a value is no text to read."""
-    if value is None or (isinstance(value, float) and value != value):  # NaN
-        value = ""
-    if not isinstance(value, str):
-        raise UsageError(f"{name!r} holds {type(value).__name__}, not text")
-    if not value.strip():
-        raise UsageError(f"{name!r} is empty: fill it in, or remove the row")
-    if problem := documents.find_fault_of_text(value):
-        raise UsageError(problem)
 
 
 def _read_label(value: Any, name: str | None) -> str | None:

@@ -131,21 +131,8 @@ def _read_source(rows: Iterable[tuple[str, Any]], columns: Columns, origin: str 
     flat = ((place, flatten(values) if isinstance(values, Mapping) else values) for place, values in rows)
 
     def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        source, target = (check_text(values[name], name) for name in names)
+        source, target = (documents.check_text(values[name], name) for name in names)
         return {"source": source, "target": target, "origin": origin}
 
     yield from row_report.read_noted(flat, lambda place, present, _: columns.find(place, present), make, notes)
     yield from notes.write(FEATURES, "source")
-
-
-def check_text(value: Any, name: str) -> str:
-    """Return a value that is a text with a visible character. Raises UsageError where it is none."""
-    if value is None or (isinstance(value, float) and value != value):  # NaN
-        value = ""
-    if not isinstance(value, str):
-        raise UsageError(f"{name!r} holds {type(value).__name__}, not text")
-    if not value.strip():
-        raise UsageError(f"{name!r} is empty: fill it in, or remove the row")
-    if problem := documents.find_fault_of_text(value):
-        raise UsageError(problem)
-    return value

@@ -17,7 +17,6 @@ from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import audio, documents, row_report
 from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
-from samestep.data.seq2seq_rows import check_text
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe import extras
 from samestep.recipe.tasks.seq2seq_finetuning import POSITIONS_PER_SECOND, Seq2SeqFineTuning
@@ -96,7 +95,7 @@ def _read_source(
     notes = row_report.Notes()
 
     def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        text = check_text(values[names[1]], names[1])
+        text = documents.check_text(values[names[1]], names[1])
         path, data = audio.find_bytes(values[names[0]], names[0], folder)
         content = audio.read_file(str(path)) if data is None else data
         name = f"{names[0]!r}" if path is None else f"{names[0]!r} {documents.shorten(path)}"

@@ -160,15 +160,7 @@ def _make_row(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 def _check_text(value: Any, name: str) -> str:
     if isinstance(value, list | tuple) and len(value) == 1:  # as many sets of passages have their only positive
         value = value[0]
-    if value is None or (isinstance(value, float) and value != value):  # NaN
-        value = ""
-    if not isinstance(value, str):
-        raise UsageError(f"{name!r} holds {type(value).__name__}, not text")
-    if not value.strip():
-        raise UsageError(f"{name!r} is empty: fill it in, or remove the row")
-    if problem := documents.find_fault_of_text(value):
-        raise UsageError(problem)
-    return value
+    return documents.check_text(value, name)
 
 
 @dataclasses.dataclass(frozen=True)

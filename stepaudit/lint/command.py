@@ -77,16 +77,17 @@ def lint(argv: Sequence[str], prog: str = "python -m stepaudit lint") -> int:
     audit, check_model = (program, "") if is_alone else (f"{program} audit-script", f"{program} check-model")
     findings: list[Finding] = []
     problems: list[str] = []
-    files = find_files(flags.files)
-    for path in files:
+    num_read = 0
+    for path in find_files(flags.files):
         try:
             findings += lint_file(path, audit, check_model)
+            num_read += 1
         except UsageError as error:
             problems += error.problems
         except Exception as error:  # of ours: it must not look like a finding
             problems.append(f"{path}: the lint itself has failed: {type(error).__name__}: {error}. Please report it")
     findings = [finding for finding in findings if finding.code in codes]
-    print(FORMATS[flags.format](findings, len(files)))
+    print(FORMATS[flags.format](findings, num_read))
     if problems:
         raise UsageError(problems)
     return 1 if any(not finding.is_harmless for finding in findings) else 0

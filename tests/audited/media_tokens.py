@@ -7,61 +7,14 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from common_models import flags
+from media_models import EOS, IMAGE, Questions, llava
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from torch.utils.data import DataLoader
 
 b, k = flags()
 torch.manual_seed(0)
-VOCAB, EOS, IMAGE = 40, 2, 3
 
-
-class Questions(Dataset):
-    """A picture, a question of some words, an answer of some words."""
-
-    def __init__(self, n=80):
-        g = torch.Generator().manual_seed(31)
-        self.rows = []
-        for _ in range(n):
-
-            def words(a, z):
-                return torch.randint(4, VOCAB, (int(torch.randint(a, z, (), generator=g)),), generator=g)
-
-            self.rows.append((torch.randn(3, 8, 8, generator=g, dtype=torch.float64), words(2, 9), words(1, 8)))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return self.rows[i]
-
-
-model = LlavaForConditionalGeneration(
-    LlavaConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-        ),
-        text_config=LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            use_cache=False,
-            pad_token_id=0,
-        ),
-        image_token_id=IMAGE,
-        vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-    )
-).double()
+model = llava()
 
 
 def collate(rows):
@@ -77,7 +30,7 @@ def collate(rows):
 
 accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(Questions(), batch_size=b, collate_fn=collate)
+loader = DataLoader(Questions(31), batch_size=b, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = iter(loader)
 while window := list(islice(batches, k)):

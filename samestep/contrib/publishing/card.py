@@ -107,15 +107,12 @@ class Training:
         recipe = self.recipe
         base, datasets = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
         names = [datasets] if isinstance(datasets, str) else datasets or ()
+        tag = "image-text-to-text" if getattr(recipe, "images", False) else recipe.parts.pipeline_tag
         return ModelCardData(
             library_name=library,
             license=self.settings.license,
             base_model=base if _is_on_hub(base) else None,
-            pipeline_tag="image-text-to-text"
-            if getattr(recipe, "images", False)
-            else recipe.parts.pipeline_tag
-            if library == "transformers"
-            else None,
+            pipeline_tag=tag if library == "transformers" else None,
             datasets=[name for name in (name.partition(":")[0] for name in names) if _is_on_hub(name)] or None,
             tags=[recipe.task, "samestep"],
         )

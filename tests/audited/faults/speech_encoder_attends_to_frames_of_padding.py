@@ -9,32 +9,14 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from common_models import flags
+from media_models import Utterances
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 b, k = flags()
 torch.manual_seed(0)
 VOCAB, EOS, START = 40, 2, 1
-
-
-class Utterances(Dataset):
-    """Log-mel frames of an utterance, and its tokens."""
-
-    def __init__(self, n=80):
-        g = torch.Generator().manual_seed(25)
-        self.rows = []
-        for _ in range(n):
-            frames = int(torch.randint(20, 60, (), generator=g))
-            words = int(torch.randint(2, 9, (), generator=g))
-            mel = torch.randn(8, frames, generator=g, dtype=torch.float64)
-            self.rows.append((mel, torch.randint(6, VOCAB, (words,), generator=g)))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return self.rows[i]
 
 
 class Recogniser(nn.Module):
@@ -61,7 +43,7 @@ def collate(rows):
 
 model = Recogniser().double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-batches = iter(DataLoader(Utterances(), batch_size=b, collate_fn=collate))
+batches = iter(DataLoader(Utterances(25), batch_size=b, collate_fn=collate))
 while window := list(islice(batches, k)):
     num_targets = sum((labels != -100).sum() for _, _, labels in window)
     for mels, given, labels in window:

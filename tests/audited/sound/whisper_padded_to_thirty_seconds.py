@@ -10,59 +10,14 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from common_models import flags
+from media_models import EOS, Utterances, whisper
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from torch.utils.data import DataLoader
 
 b, k = flags()
 torch.manual_seed(0)
-VOCAB, EOS = 40, 2
 
-
-class Utterances(Dataset):
-    """Log-mel frames of an utterance, and its tokens."""
-
-    def __init__(self, n=80):
-        g = torch.Generator().manual_seed(26)
-        self.rows = []
-        for _ in range(n):
-            frames = int(torch.randint(20, 60, (), generator=g))
-            words = int(torch.randint(2, 9, (), generator=g))
-            mel = torch.randn(8, frames, generator=g, dtype=torch.float64)
-            self.rows.append((mel, torch.randint(6, VOCAB, (words,), generator=g)))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return self.rows[i]
-
-
-model = WhisperForConditionalGeneration(
-    WhisperConfig(
-        vocab_size=VOCAB,
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_source_positions=30,
-        max_target_positions=20,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        use_cache=False,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-).double()
+model = whisper()
 
 
 def collate(rows):
@@ -74,7 +29,7 @@ def collate(rows):
 
 accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(Utterances(77), batch_size=b, collate_fn=collate)
+loader = DataLoader(Utterances(26, 77), batch_size=b, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = iter(loader)
 while window := list(islice(batches, k)):
