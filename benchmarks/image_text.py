@@ -76,7 +76,7 @@ RECIPE = {
     "train_file": ["WORK/rows.jsonl"],
     "validation_fraction": 0.0,
     "images": True,
-    "max_seq_length": 1536,
+    "max_seq_length": 512,
     "global_batch_size": 16,
     "learning_rate": 1e-4,
     "learning_rate_batch_size": 16,

@@ -39,7 +39,7 @@ sys.path.insert(0, str(beside.PEERS))
 import seq2seq_trainers
 
 NUM_PAIRS, SEED = 800, 0
-NUM_WORDS, MEDIAN_WORDS, SIGMA, MOST_WORDS = 2000, 32, 0.8, 240
+NUM_WORDS, MEDIAN_WORDS, SIGMA, MOST_WORDS = 1000, 32, 0.8, 240
 LEFT_OUT, DOUBLED = 0.1, 0.1  # shares of the words
 GROUPED, IN_FOUR = "Seq2SeqTrainer, grouped", "Seq2SeqTrainer, k = 4"
 # Title -> words of peers/seq2seq_trainers.py after the precision.
