@@ -116,9 +116,7 @@ def rates(stamps: list[Stamp], turns: list[tuple[float, float]], num_rounds: int
     return result
 
 
-def check_same(
-    comparison: Comparison, stamps: dict[str, list[Stamp]], expected: list[int], precision: str
-) -> None:
+def check_same(comparison: Comparison, stamps: dict[str, list[Stamp]], expected: list[int], precision: str) -> None:
     """Check that the programs that take samples in our order have our first steps' targets, and our first loss.
 
     Raises:

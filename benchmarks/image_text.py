@@ -32,7 +32,7 @@ from typing import Any
 
 import beside
 import numpy as np
-from beside import OWN, Comparison, Workload
+from beside import Comparison, Workload
 from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(beside.PEERS))
@@ -135,10 +135,10 @@ def describe(data: dict[str, Any]) -> str:
     """Say what the samples of a row are like."""
     low, middle, high, most = data["quantiles"]
     return (
-        f"{data['samples']:,} samples with {data['images']:,} images; tokens of a sample {data['mean_length']:.0f} in the mean, "
-        f"{middle} in the median, 5 % below {low}, 5 % above {high}, at most {most}; {data['of_images']:.0%} of the tokens are of "
-        f"images, {data['supervised']:.0%} trained; {data['padding']:.0%} padding in a batch of one padded table; tokenizer of "
-        f"{data['pieces']:,} entries"
+        f"{data['samples']:,} samples with {data['images']:,} images; tokens of a sample {data['mean_length']:.0f} in the "
+        f"mean, {middle} in the median, 5 % below {low}, 5 % above {high}, at most {most}; {data['of_images']:.0%} of the "
+        f"tokens are of images, {data['supervised']:.0%} trained; {data['padding']:.0%} padding in a batch of one padded "
+        f"table; tokenizer of {data['pieces']:,} entries"
     )
 
 
