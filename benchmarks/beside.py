@@ -157,6 +157,9 @@ def measure(
             files[title].unlink(missing_ok=True)
             programs[title] = start(comparison, title, folder, precision, threads)
             run(title, WARM_UP)
+        expected = data.pop("first_steps")
+        first = {title: clock.read(files[title])[1][:WARM_UP] for title in titles}
+        check_same(comparison, first, expected[:WARM_UP], precision)  # before hours of rounds
         for number in range(num_rounds):
             place = number % len(titles)
             for title in titles[place:] + titles[:place]:
@@ -167,7 +170,7 @@ def measure(
     finally:
         for program in programs.values():
             program.kill()
-    check_same(comparison, stamps, data.pop("first_steps"), precision)
+    check_same(comparison, stamps, expected, precision)
     return {
         "workload": name,
         "precision": precision,
