@@ -20,7 +20,7 @@ every round each takes the same number of steps.
   the whole process. Our script is started twice, as in chats.py.
 
 The floor is forward, backward and update of our own step without anything around it (benchmarks/peers/floor.py), without the
-reading of images, too.
+reading of images, too; its memory holds the pixels of 20 steps.
 
 Results of workloads and precisions that are not run are kept from the old file.
 """
