@@ -1,5 +1,6 @@
 """Shapes of decoders from a configuration of transformers, or from the built-in table of well-known base models."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -221,9 +222,18 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     ):
         values |= {"window": window}
     try:
-        return Shape(**values | KINDS[kind](config, values))
+        return make_shape(values | KINDS[kind](config, values))
     except KeyError as error:
         raise UnknownShapeError(f"{name}: its configuration has no {error.args[0]}") from None
+
+
+def make_shape(fields: Mapping[str, Any]) -> Shape:
+    """Make a shape of its fields; `layers`, where they differ, are what each layer changes."""
+    changes: list[dict[str, Any]] = list(fields.get("layers", ()))
+    shape = Shape(**{**fields, "layers": ()})
+    kinds = [dict(kind) for kind in dict.fromkeys(tuple(sorted(each.items())) for each in changes)]
+    layers = [dataclasses.replace(shape, **kind, num_layers=changes.count(kind)) for kind in kinds]
+    return dataclasses.replace(shape, layers=tuple(layers)) if len(layers) > 1 else (layers or [shape])[0]
 
 
 def find_weights(recipe: Recipe) -> str:

@@ -1,13 +1,15 @@
 """Kinds of decoders beside a Llama: which fields of a configuration say it, and how `decoder.Shape` has it.
 
 Each function takes a configuration and the fields of a shape that all decoders share, and returns those that its kind changes.
+Where layers differ, `layers` has what each of them changes besides, in their order.
 Numbers of parameters are compared with transformers' own models in tests/test_decoder_kinds.py.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stepplan.decoder import Latent, Scan
+from stepplan.decoder import Latent
+from stepplan.recurrences import Scan
 
 Fields = Mapping[str, Any]
 Kind = Callable[[Fields, Fields], dict[str, Any]]
@@ -115,10 +117,17 @@ def olmo3(config: Fields, values: Fields) -> dict[str, Any]:
 
 def _window(config: Fields, values: Fields, every: int) -> dict[str, Any]:
     """Describe a window in all layers but each `every`th, or in those that the configuration lists."""
-    kinds, layers = config.get("layer_types"), values["num_layers"]
-    is_listed = isinstance(kinds, list) and len(kinds) == layers
-    num_global = kinds.count("full_attention") if is_listed and kinds else layers // every
-    return {"window": config.get("sliding_window"), "num_global": num_global}
+    kinds = _list_layers(config, values) or [
+        "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(values["num_layers"])
+    ]
+    window = config.get("sliding_window")
+    return {"window": window, "layers": [{"window": None if kind == "full_attention" else window} for kind in kinds]}
+
+
+def _list_layers(config: Fields, values: Fields) -> list[str]:
+    """List the kinds of all layers as a configuration names them; []: it names none."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return kinds if isinstance(kinds, list) and len(kinds) == values["num_layers"] else []
 
 
 def mixtral(config: Fields, values: Fields) -> dict[str, Any]:
@@ -131,16 +140,19 @@ def qwen3_moe(config: Fields, values: Fields) -> dict[str, Any]:
     return {"qk_norm": "head"} | _experts(config, config["moe_intermediate_size"])
 
 
-def _experts(config: Fields, size: int) -> dict[str, Any]:
+def _experts(config: Fields, size: int, shared_size: int = 0) -> dict[str, Any]:
+    """Describe experts of a width, beside some that every token visits."""
     count = config["num_experts"]
-    return {"num_experts": count, "expert_size": size, "experts_per_token": min(config["num_experts_per_tok"], count)}
+    experts = {"num_experts": count, "expert_size": size, "experts_per_token": min(config["num_experts_per_tok"], count)}
+    return experts | {"intermediate_size": shared_size}
 
 
 def _shared(config: Fields, values: Fields) -> dict[str, Any]:
     """Describe experts behind dense layers, beside some that every token visits."""
     size, layers = config["moe_intermediate_size"], values["num_layers"]
-    shared = {"shared_size": size * (config.get("n_shared_experts") or 0)}
-    return _experts(config, size) | shared | {"num_dense": min(layers, config.get("first_k_dense_replace", 0))}
+    experts = _experts(config, size, size * (config.get("n_shared_experts") or 0))
+    first = config.get("first_k_dense_replace", 0)
+    return {"layers": [experts if layer >= first else {} for layer in range(layers)]}
 
 
 def deepseek(config: Fields, values: Fields) -> dict[str, Any]:
@@ -163,8 +175,7 @@ def gpt_oss(config: Fields, values: Fields) -> dict[str, Any]:
     biases = (queries + 2 * keys + width) * bool(config.get("attention_bias", True)) + values["num_heads"]
     changes = {
         "qkv_bias": False,
-        "extra_layer": biases,
-        "extra_mixture": count * (2 * size + width + 1),
+        "extra_layer": biases + count * (2 * size + width + 1),
         "is_eager": True,
     }
     # Both halves before and after their limits, the sigmoid, and the gated one
@@ -176,15 +187,13 @@ def llama4(config: Fields, values: Fields) -> dict[str, Any]:
     """Llama 4: experts beside a shared one in each layer, or in every second; attention in chunks in three of four layers."""
     layers, step = values["num_layers"], config.get("interleave_moe_layer_step") or 1
     mixtures = config.get("moe_layers") or range(step - 1, layers, step)
-    size = config["intermediate_size"]
-    changes = {
-        "intermediate_size": config["intermediate_size_mlp"],
-        "shared_size": size,
-        "num_dense": layers - len(mixtures),
-    }
+    experts = _experts(config, config["intermediate_size"], config["intermediate_size"])
     # A query of a chunk sees half of it and more: as many keys as one of a window of half the chunk
-    window = {"window": (config.get("attention_chunk_size") or 0) // 2 or None, "num_global": layers // 4}
-    return changes | _experts(config, size) | window | {"all_linear": "router"}
+    window = (config.get("attention_chunk_size") or 0) // 2 or None
+    changes = [
+        (experts if layer in mixtures else {}) | {"window": window if (layer + 1) % 4 else None} for layer in range(layers)
+    ]
+    return {"intermediate_size": config["intermediate_size_mlp"], "all_linear": "router", "layers": changes}
 
 
 def mamba2(config: Fields, values: Fields) -> dict[str, Any]:
@@ -196,15 +205,16 @@ def mamba2(config: Fields, values: Fields) -> dict[str, Any]:
     biases += (inner + convolved + heads + width) * bool(config.get("use_bias"))
     # Of each head a decay, a step and a skip; a normalisation before the last matrix
     extra = convolved * kernel + 3 * heads + inner + biases
-    changes = {"scan": Scan(groups, state, config["chunk_size"], kernel), "intermediate_size": 0, "num_pre_norms": 1}
-    return changes | {"qkv_bias": False, "extra_layer": extra, "all_linear": "linears"}
+    scan = Scan(heads, values["head_dim"], groups, state, config["chunk_size"], kernel, extra)
+    changes = {"recurrence": scan, "has_attention": False, "intermediate_size": 0, "num_pre_norms": 1, "mixer": "mixer"}
+    return changes | {"qkv_bias": False, "all_linear": "linears"}
 
 
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("llama", "mistral", "gemma", "granite", "smollm3", "helium"), lambda config, values: {}),
     "qwen2": lambda config, values: {"qkv_bias": True},
     "qwen3": lambda config, values: {"qk_norm": "head"},
-    "phi3": lambda config, values: {"is_fused": True},
+    "phi3": lambda config, values: {"is_fused": True, "fuses_gate": True},
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "gemma2": gemma2,
