@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 from samestep.recipe.tasks.decoder import ALL_LINEAR
-from stepplan.recurrences import Linear, Recurrence
+from stepplan.recurrences import UNADAPTED, Linear, Recurrence
 from stepplan.transformer import INPUT_AND_OUTPUT, OTHER_ACTIVATIONS, Peak
 
 NF4_BLOCK, NF4_GROUP = 64, 256
@@ -189,6 +189,7 @@ class Shape:
             f"{'mlp' if linear.source in ('feed_forward', 'down') else layer.mixer}.{linear.name}": 1
             for layer in self.kinds
             for linear in layer.linears
+            if linear.source != UNADAPTED
         }
         return [*names, "embed_tokens", "lm_head"]
 
@@ -376,7 +377,7 @@ class Weights:
 
     def list_adapted(self, layer: Shape) -> list[Linear]:
         """List the matrices of a layer that get adapters."""
-        linears = [linear for linear in layer.linears if self.method.is_adapted(linear.name)]
+        linears = [x for x in layer.linears if self.method.is_adapted(x.name) and x.source != UNADAPTED]
         return [
             linear for linear in linears if not self.adapts_experts or linear.source not in ("feed_forward", "down")
         ]
@@ -442,7 +443,7 @@ class Activations(Weights):
             total += self._mixture_bytes(layer, b)
         total += self.norm_bytes(layer, b) + self.gate_bytes(b) * layer.intermediate_size
         if layer.recurrence:
-            total += layer.recurrence.saved_bytes(b, self.sequence_length)
+            total += layer.recurrence.saved_bytes(b, self.sequence_length, method.rank is None)
         return total + (self.attention_bytes(layer, b) if layer.has_attention else 0)
 
     def input_bytes(self, needed: list[Linear], layer: Shape, autocast: bool) -> int:

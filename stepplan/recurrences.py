@@ -6,6 +6,9 @@ kernels of its own: in chunks, by operations of torch. Coefficients were counted
 
 from typing import NamedTuple
 
+UNADAPTED = "scan"
+"""Source of a matrix that no adapter is on, because a kernel reads its weights past its module."""
+
 
 class Linear(NamedTuple):
     """A matrix of a layer.
@@ -14,8 +17,8 @@ class Linear(NamedTuple):
         name: name of its module.
         width: numbers that come in.
         out: numbers that go out.
-        source: what comes in: attention (the normalised input), output (of attention), recurrence (the normalised input of
-            one), feed_forward, down, or a latent vector.
+        source: what comes in: attention (the normalised input), output (of attention, or of what is in its place), scan,
+            feed_forward, down, or a latent vector.
     """
 
     name: str
@@ -64,21 +67,21 @@ class Scan(NamedTuple):
         width = self.inner + self.convolved + self.num_heads
         return [
             Linear("in_proj", hidden_size, width, "attention"),
-            Linear("out_proj", self.inner, hidden_size, "recurrence"),
+            Linear("out_proj", self.inner, hidden_size, UNADAPTED),
         ]
 
-    def saved_bytes(self, b: int, length: int) -> int:
+    def saved_bytes(self, b: int, length: int, is_full: bool) -> int:
         """Count the bytes per token that a layer saves, with b bytes per number of a product.
 
         The in-projection, the convolution before and after its activation; inputs, outputs and gates of heads; scores of a
         chunk; what goes into states and out of them, repeated for all heads; states of all chunks, and with the first.
-        Autocast leaves what is no product in float32.
+        Autocast leaves what is no product in float32. Where all is trained, what skips and a normalisation multiply, too.
         """
         inner, heads, chunk, state = self.inner, self.num_heads, self.chunk_size, self.state_size
-        states = b * (2 * -(-length // chunk) + 1) * inner * state // length
+        states = b * (2 * -(-length // chunk) + 1) * inner * state // length + 8 * inner * is_full
         if b == 2:
-            return states + 34 * inner + 4 * self.convolved + heads * (8 * chunk + 12 * state + 16)
-        return states + 36 * inner + 12 * self.convolved + heads * (12 * chunk + 20 * state + 24)
+            return states + 26 * inner + 4 * self.convolved + heads * (8 * chunk + 12 * state + 16)
+        return states + 28 * inner + 12 * self.convolved + heads * (12 * chunk + 20 * state + 24)
 
     def temporary_bytes(self, autocast: bool) -> int:
         """Count the bytes per token of gradients on their way: of what heads give back and of their gate."""
