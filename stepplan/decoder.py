@@ -470,8 +470,9 @@ class Activations(Weights):
         """Count the bytes per token of queries, keys, values, output, and where they are stored, of the [T, T] matrices."""
         if layer.latent:
             return b * (2 * layer.queries + 2 * layer.values)
-        # Of a gate of the output its sigmoid, and what is multiplied
-        whole = b * (layer.queries + layer.values) + 2 * b * layer.queries * layer.gates_output
+        whole = b * (layer.queries + layer.values)
+        if layer.gates_output:  # its sigmoid, what it multiplies, and where nothing is cast, the gate beside the queries
+            whole += (2 if b == 2 else 3) * b * layer.queries
         if self.stores_scores:
             # Probabilities; of soft caps the hyperbolic tangent, and a copy of some kinds
             pairs = b * (1 + layer.soft_caps + layer.copies_scores)
@@ -516,7 +517,7 @@ class Activations(Weights):
             rest = 4 * h + 8 * f - (6 if is_full else 2) * post
         rest = max(experts, rest if f else 0)
         if layer.recurrence:
-            rest = max(rest, layer.recurrence.temporary_bytes(autocast))
+            rest = max(rest, layer.recurrence.temporary_bytes(2 if autocast else 4, self.sequence_length, is_full))
         if not self.stores_scores or not layer.has_attention:
             return rest
         # Gradients of probabilities and of scores in float32, when what the feed-forward layer and both normalisations behind

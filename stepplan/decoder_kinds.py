@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stepplan.decoder import Latent
-from stepplan.recurrences import Scan
+from stepplan.recurrences import DeltaRule, Scan
 
 Fields = Mapping[str, Any]
 Kind = Callable[[Fields, Fields], dict[str, Any]]
@@ -120,14 +120,30 @@ def _window(config: Fields, values: Fields, every: int) -> dict[str, Any]:
     kinds = _list_layers(config, values) or [
         "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(values["num_layers"])
     ]
-    window = config.get("sliding_window")
+    window = config.get("sliding_window") or None
     return {"window": window, "layers": [{"window": None if kind == "full_attention" else window} for kind in kinds]}
 
 
+PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letters of `hybrid_override_pattern` (Nemotron-H)."""
+
+
+def list_layers(config: Fields) -> list[str]:
+    """List the kinds of all layers as a configuration names them; []: it names none.
+
+    >>> list_layers({"hybrid_override_pattern": "M-*"})
+    ['linear_attention', 'mlp', 'full_attention']
+    """
+    kinds, pattern = config.get("layer_types") or config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if isinstance(kinds, list):
+        return [str(kind) for kind in kinds]
+    return [PATTERN.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else []
+
+
 def _list_layers(config: Fields, values: Fields) -> list[str]:
-    """List the kinds of all layers as a configuration names them; []: it names none."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    return kinds if isinstance(kinds, list) and len(kinds) == values["num_layers"] else []
+    """List the kinds of as many layers as there are; []: the configuration names none, or other numbers of them."""
+    kinds = list_layers(config)
+    return kinds if len(kinds) == values["num_layers"] else []
 
 
 def mixtral(config: Fields, values: Fields) -> dict[str, Any]:
@@ -196,18 +212,140 @@ def llama4(config: Fields, values: Fields) -> dict[str, Any]:
     return {"intermediate_size": config["intermediate_size_mlp"], "all_linear": "router", "layers": changes}
 
 
+def _scan(config: Fields, width: int, names: str = "num_heads head_dim n_groups state_size chunk_size conv_kernel") -> Scan:
+    """Describe Mamba 2's recurrence in a model of this width; `names` are the fields of its sizes."""
+    heads, size, groups, state, chunk, kernel = (config[name] for name in names.split())
+    convolved = heads * size + 2 * groups * state
+    scan = Scan(heads, size, groups, state, chunk, kernel, extra=0)
+    biases = convolved * bool(config.get("use_conv_bias", config.get("mamba_conv_bias", True)))
+    # Of each head a decay, a step and a skip; a normalisation before the last matrix
+    extra = convolved * kernel + 3 * heads + scan.inner + biases
+    if config.get("use_bias", config.get("mamba_proj_bias")):
+        extra += sum(linear.out for linear in scan.linears(width))
+    return scan._replace(extra=extra)
+
+
+MAMBA_NAMES = "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_chunk_size mamba_d_conv"
+"""Fields of a scan in models of IBM and TII."""
+RECURRENT = ("linear_attention", "mamba")
+"""Names of a layer that has a recurrence in attention's place."""
+
+
 def mamba2(config: Fields, values: Fields) -> dict[str, Any]:
     """Mamba 2: a recurrence behind one normalisation, and no feed-forward layer."""
-    groups, state, kernel = (config[name] for name in ("n_groups", "state_size", "conv_kernel"))
-    heads, inner, width = values["num_heads"], values["num_heads"] * values["head_dim"], values["hidden_size"]
-    convolved = inner + 2 * groups * state
-    biases = convolved * bool(config.get("use_conv_bias", True))
-    biases += (inner + convolved + heads + width) * bool(config.get("use_bias"))
-    # Of each head a decay, a step and a skip; a normalisation before the last matrix
-    extra = convolved * kernel + 3 * heads + inner + biases
-    scan = Scan(heads, values["head_dim"], groups, state, config["chunk_size"], kernel, extra)
-    changes = {"recurrence": scan, "has_attention": False, "intermediate_size": 0, "num_pre_norms": 1, "mixer": "mixer"}
-    return changes | {"qkv_bias": False, "all_linear": "linears"}
+    changes = {"recurrence": _scan(config, values["hidden_size"]), "has_attention": False, "mixer": "mixer"}
+    return changes | {"intermediate_size": 0, "num_pre_norms": 1, "qkv_bias": False, "all_linear": "linears"}
+
+
+def _hybrid(config: Fields, values: Fields, scan: Scan) -> dict[str, Any]:
+    """Describe layers with a scan in attention's place, where the configuration does not name attention."""
+    attends = config.get("attn_layer_indices") or ()
+    kinds = _list_layers(config, values) or [
+        "attention" if layer in attends else "mamba" for layer in range(values["num_layers"])
+    ]
+    recurrent = {"recurrence": scan, "has_attention": False, "mixer": "mamba"}
+    biases = (values["hidden_size"]) * values["qkv_bias"]
+    attention = {"extra_layer": values.get("extra_layer", 0) + biases}
+    return {"layers": [recurrent if kind in RECURRENT else attention for kind in kinds], "all_linear": "linears"}
+
+
+def bamba(config: Fields, values: Fields) -> dict[str, Any]:
+    """Bamba: scans, attention in few layers, a feed-forward layer in all."""
+    return _hybrid(config, values, _scan(_find_heads(config, values), values["hidden_size"], MAMBA_NAMES))
+
+
+def _find_heads(config: Fields, values: Fields) -> Fields:
+    """Add the width of a scan's heads where a configuration leaves it to be found."""
+    inner = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * values["hidden_size"]
+    size = config.get("mamba_d_head", "auto")
+    return {**config, "mamba_d_head": inner // config["mamba_n_heads"] if size == "auto" else size}
+
+
+def granite_hybrid(config: Fields, values: Fields) -> dict[str, Any]:
+    """Granite 4: as Bamba, with experts beside one that every token visits, or with that one alone."""
+    names = (("gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
+    shared = config["shared_intermediate_size"]
+    changes = {"fuses_gate": True, "names": names, "intermediate_size": shared}
+    if config.get("num_experts"):
+        changes |= _experts(config, config["intermediate_size"], shared)
+    return bamba(config, values) | changes
+
+
+def falcon_h1(config: Fields, values: Fields) -> dict[str, Any]:
+    """Falcon-H1: a scan beside attention in each layer."""
+    scan = _scan(_find_heads(config, values), values["hidden_size"], MAMBA_NAMES)
+    width, biased = values["hidden_size"], bool(config.get("mlp_bias"))
+    extra = scan.extra - scan.inner * (not config.get("mamba_rms_norm"))
+    if config.get("mamba_proj_bias"):
+        extra -= width
+    extra += width * bool(config.get("projectors_bias"))
+    biases = (2 * values["intermediate_size"] + width) * biased + width * values["qkv_bias"]
+    return {"recurrence": scan._replace(extra=extra), "extra_layer": biases, "all_linear": "linears"}
+
+
+def nemotron_h(config: Fields, values: Fields) -> dict[str, Any]:
+    """Nemotron-H: each layer is a scan, attention, a feed-forward layer without a gate, or experts, behind one normalisation."""
+    names = "mamba_num_heads mamba_head_dim n_groups ssm_state_size chunk_size conv_kernel"
+    alone = {"has_attention": False, "intermediate_size": 0}
+    width, size = values["hidden_size"], values["intermediate_size"]
+    # The bias before a scan is a field of its own
+    scan = _scan({**config, "use_bias": config.get("mamba_proj_bias")}, width, names)
+    out = width * (bool(config.get("use_bias")) - bool(config.get("mamba_proj_bias")))
+    dense = alone | {"intermediate_size": size, "extra_layer": (size + width) * bool(config.get("mlp_bias"))}
+    kinds = {
+        **dict.fromkeys(RECURRENT, alone | {"recurrence": scan._replace(extra=scan.extra + out)}),
+        **dict.fromkeys(("full_attention", "attention"), {"intermediate_size": 0}),
+        "mlp": dense,
+    }
+    layers = _list_layers(config, values)
+    if "moe" in layers:
+        if config.get("moe_latent_size"):
+            raise KeyError("formula for moe_latent_size")
+        experts = _experts(config, config["moe_intermediate_size"], config["moe_shared_expert_intermediate_size"])
+        kinds["moe"] = dense | experts | {"expert_tensors": 2}
+    changes = {"num_pre_norms": 1, "activation": str(config.get("mlp_hidden_act", "relu2")), "mixer": "mixer"}
+    return changes | {"qkv_bias": False, "layers": [kinds[kind] for kind in layers], "all_linear": "linears"}
+
+
+def qwen3_next(config: Fields, values: Fields) -> dict[str, Any]:
+    """Qwen3-Next: the delta rule in three of four layers, gated attention in the others, experts beside a gated one."""
+    return _delta(config, values, is_split=False)
+
+
+def qwen3_5(config: Fields, values: Fields) -> dict[str, Any]:
+    """Qwen3.5: as Qwen3-Next, dense or of experts."""
+    return _delta(config, values, is_split=True)
+
+
+def _delta(config: Fields, values: Fields, *, is_split: bool) -> dict[str, Any]:
+    names = "num_key_heads key_head_dim num_value_heads value_head_dim conv_kernel_dim".split()
+    rule = DeltaRule(*(config[f"linear_{name}"] for name in names), is_split=is_split)
+    recurrent = {"recurrence": rule, "has_attention": False, "mixer": "linear_attn"}
+    attention = {"extra_layer": (values["num_heads"] * values["head_dim"] + values["hidden_size"]) * values["qkv_bias"]}
+    every = config.get("full_attention_interval") or 4
+    kinds = _list_layers(config, values) or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(values["num_layers"])
+    ]
+    layers = [recurrent if kind in RECURRENT else attention for kind in kinds]
+    if config.get("num_experts"):
+        experts = _gated_experts(config, values)
+        layers = [own | more for own, more in zip(layers, experts, strict=True)]
+    return {"qk_norm": "head", "gates_output": True, "layers": layers}
+
+
+def qwen2_moe(config: Fields, values: Fields) -> dict[str, Any]:
+    """Qwen2 with experts beside a gated one, in every layer or some."""
+    return {"qkv_bias": bool(config.get("qkv_bias", True)), "layers": _gated_experts(config, values)}
+
+
+def _gated_experts(config: Fields, values: Fields) -> list[dict[str, Any]]:
+    """List what each layer changes where some have experts beside a gated one that every token visits."""
+    experts = _experts(config, config["moe_intermediate_size"], config["shared_expert_intermediate_size"])
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return [
+        experts | {"gates_shared": True} if layer not in dense and (layer + 1) % step == 0 else {}
+        for layer in range(values["num_layers"])
+    ]
 
 
 KINDS: dict[str, Kind] = {
@@ -232,12 +370,22 @@ KINDS: dict[str, Kind] = {
     "falcon": falcon,
     "mpt": mpt,
     "mamba2": mamba2,
+    "bamba": bamba,
+    "granitemoehybrid": granite_hybrid,
+    "falcon_h1": falcon_h1,
+    "nemotron_h": nemotron_h,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+    "qwen2_moe": qwen2_moe,
 }
 """`model_type` -> what it changes."""
 ALIASES = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
     "kimi_k2": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), "qwen3"),
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), "qwen3_moe"),
