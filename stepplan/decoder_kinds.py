@@ -288,21 +288,23 @@ def nemotron_h(config: Fields, values: Fields) -> dict[str, Any]:
     names = "mamba_num_heads mamba_head_dim n_groups ssm_state_size chunk_size conv_kernel"
     alone = {"has_attention": False, "intermediate_size": 0}
     width, size = values["hidden_size"], values["intermediate_size"]
-    # The bias before a scan is a field of its own
-    scan = _scan({**config, "use_bias": config.get("mamba_proj_bias")}, width, names)
-    out = width * (bool(config.get("use_bias")) - bool(config.get("mamba_proj_bias")))
-    dense = alone | {"intermediate_size": size, "extra_layer": (size + width) * bool(config.get("mlp_bias"))}
+    scan = _scan(config, width, names)
+
+    def make_dense(size: int) -> dict[str, Any]:
+        return alone | {"intermediate_size": size, "extra_layer": (size + width) * bool(config.get("mlp_bias"))}
+
     kinds = {
-        **dict.fromkeys(RECURRENT, alone | {"recurrence": scan._replace(extra=scan.extra + out)}),
+        **dict.fromkeys(RECURRENT, alone | {"recurrence": scan}),
         **dict.fromkeys(("full_attention", "attention"), {"intermediate_size": 0}),
-        "mlp": dense,
+        "mlp": make_dense(size),
     }
     layers = _list_layers(config, values)
     if "moe" in layers:
         if config.get("moe_latent_size"):
             raise KeyError("formula for moe_latent_size")
-        experts = _experts(config, config["moe_intermediate_size"], config["moe_shared_expert_intermediate_size"])
-        kinds["moe"] = dense | experts | {"expert_tensors": 2}
+        shared = config["moe_shared_expert_intermediate_size"]
+        experts = _experts(config, config["moe_intermediate_size"], shared)
+        kinds["moe"] = make_dense(shared) | experts | {"expert_tensors": 2}
     changes = {"num_pre_norms": 1, "activation": str(config.get("mlp_hidden_act", "relu2")), "mixer": "mixer"}
     return changes | {"qkv_bias": False, "layers": [kinds[kind] for kind in layers], "all_linear": "linears"}
 
