@@ -57,7 +57,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64, "attention_bias": True},
 }
 """`model_type` of experts -> what transformers takes for fields that a configuration, or a recipe, leaves out."""
-MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts", "num_local_experts", "num_experts_per_tok", "sliding_window")
+MAY_BE_ZERO = (
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+)
 OWN_SIZES = ("falcon", "mpt", "mamba2", "qwen3_5_moe_text")
 """Values of `model_type` whose feed-forward layers have a width by another name, or none."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
@@ -201,6 +207,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
             f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
             f"{', '.join(MODEL_TYPES)}; --trace finds its memory with torch"
         )
+    config = {field: value for field, value in config.items() if value is not None}
     config |= {ours: config[theirs] for ours, theirs in NAMES.get(kind, {}).items() if config.get(theirs) is not None}
     if listed := list_layers(config):
         config.setdefault("num_hidden_layers", len(listed))
@@ -227,9 +234,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
         "stored_bytes": 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4,
     }
     window = config.get("sliding_window")
-    if window and config.get(
-        "use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v2")
-    ):
+    if window and config.get("use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v2")):
         values |= {"window": window}
     try:
         return make_shape(values | KINDS[kind](config, values))

@@ -154,7 +154,10 @@ class Shape:
                 Linear("kv_b_proj", key_rank, self.num_heads * (plain + value_dim), "key_latent"),
                 Linear("o_proj", self.values, h, "output"),
             ]
-        inner = [Linear("q_proj", h, q * (2 if self.gates_output else 1), "attention"), Linear("k_proj", h, r, "attention")]
+        inner = [
+            Linear("q_proj", h, q * (2 if self.gates_output else 1), "attention"),
+            Linear("k_proj", h, r, "attention"),
+        ]
         inner += [Linear("v_proj", h, r, "attention")]
         if self.is_fused:
             inner = [Linear("qkv_proj", h, q + 2 * r, "attention")]
@@ -368,7 +371,9 @@ class Weights:
             return 0
         rank, dora = self.method.rank, self.method.uses_dora
         count = sum(rank * (linear.width + linear.out) + linear.out * dora for linear in self.list_adapted(layer))
-        if layer.num_experts and self.adapts_experts:  # each expert's gate and up together at twice the rank, and the router
+        if (
+            layer.num_experts and self.adapts_experts
+        ):  # each expert's gate and up together at twice the rank, and the router
             h, f = layer.hidden_size, layer.expert_size
             count += rank * layer.num_experts * (2 * (h + 2 * f) + h + f)
         if layer.num_experts and ALL_LINEAR in self.method.targets and layer.all_linear != "linears":
@@ -378,9 +383,8 @@ class Weights:
     def list_adapted(self, layer: Shape) -> list[Linear]:
         """List the matrices of a layer that get adapters."""
         linears = [x for x in layer.linears if self.method.is_adapted(x.name) and x.source != UNADAPTED]
-        return [
-            linear for linear in linears if not self.adapts_experts or linear.source not in ("feed_forward", "down")
-        ]
+        # Beside tables of experts peft leaves out layers that are named like them; the gate of a shared expert is not
+        return [x for x in linears if not self.adapts_experts or x.out == 1 or x.source not in ("feed_forward", "down")]
 
     @property
     def adapts_experts(self) -> bool:
@@ -471,7 +475,9 @@ class Activations(Weights):
         if layer.latent:
             return b * (2 * layer.queries + 2 * layer.values)
         whole = b * (layer.queries + layer.values)
-        if layer.gates_output:  # its sigmoid, what it multiplies, and where nothing is cast, the gate beside the queries
+        if (
+            layer.gates_output
+        ):  # its sigmoid, what it multiplies, and where nothing is cast, the gate beside the queries
             whole += (2 if b == 2 else 3) * b * layer.queries
         if self.stores_scores:
             # Probabilities; of soft caps the hyperbolic tangent, and a copy of some kinds
@@ -687,8 +693,10 @@ class Decoder(Activations):
             saved = 4 * shape.hidden_size * self.num_layers
         fixed, gradient = self._expert_sums(gradient_checkpointing)
         if is_full:  # the gradient of the largest matrix, before it is added to what was there
-            gradient += (2 if autocast else 4) * shape.hidden_size * max(
-                max(layer.intermediate_size, layer.expert_size) for layer in shape.kinds
+            gradient += (
+                (2 if autocast else 4)
+                * shape.hidden_size
+                * max(max(layer.intermediate_size, layer.expert_size) for layer in shape.kinds)
             )
         outside = round(saved * tokens + self.outside_bytes * tokens) + fixed
         in_layer = self.count_in_layer(autocast=autocast, recomputed=gradient_checkpointing)

@@ -21,7 +21,7 @@ NAMES: dict[str, dict[str, str]] = {
     "mamba2": {"num_attention_heads": "num_heads"},
 }
 """`model_type` -> fields that it calls otherwise."""
-TIED = ("opt", "falcon", "mpt")
+TIED = ("opt", "falcon", "mpt", "starcoder2", "ernie4_5")
 """Values of `model_type` whose head is the embedding where a configuration does not say it."""
 NEOX = (
     ("qkv_proj", "query_key_value"),
@@ -95,6 +95,13 @@ def mpt(config: Fields, values: Fields) -> dict[str, Any]:
     return changes | {"intermediate_size": config.get("expansion_ratio", 4) * values["hidden_size"]}
 
 
+def starcoder2(config: Fields, values: Fields) -> dict[str, Any]:
+    """StarCoder 2: grouped queries, biases everywhere."""
+    changes = _plain(config, values, names=(("up_proj", "c_fc"), ("down_proj", "c_proj")))
+    biases = _count_biases(values) if config.get("use_bias", True) else 0
+    return changes | {"extra_layer": biases + 2 * values["hidden_size"]}
+
+
 def gemma2(config: Fields, values: Fields) -> dict[str, Any]:
     """Gemma 2: normalisations on both sides, soft caps, a window in every second layer."""
     return {"num_post_norms": 2, "soft_caps": True} | _window(config, values, every=2)
@@ -159,7 +166,11 @@ def qwen3_moe(config: Fields, values: Fields) -> dict[str, Any]:
 def _experts(config: Fields, size: int, shared_size: int = 0) -> dict[str, Any]:
     """Describe experts of a width, beside some that every token visits."""
     count = config["num_experts"]
-    experts = {"num_experts": count, "expert_size": size, "experts_per_token": min(config["num_experts_per_tok"], count)}
+    experts = {
+        "num_experts": count,
+        "expert_size": size,
+        "experts_per_token": min(config["num_experts_per_tok"], count),
+    }
     return experts | {"intermediate_size": shared_size}
 
 
@@ -207,12 +218,15 @@ def llama4(config: Fields, values: Fields) -> dict[str, Any]:
     # A query of a chunk sees half of it and more: as many keys as one of a window of half the chunk
     window = (config.get("attention_chunk_size") or 0) // 2 or None
     changes = [
-        (experts if layer in mixtures else {}) | {"window": window if (layer + 1) % 4 else None} for layer in range(layers)
+        (experts if layer in mixtures else {}) | {"window": window if (layer + 1) % 4 else None}
+        for layer in range(layers)
     ]
     return {"intermediate_size": config["intermediate_size_mlp"], "all_linear": "router", "layers": changes}
 
 
-def _scan(config: Fields, width: int, names: str = "num_heads head_dim n_groups state_size chunk_size conv_kernel") -> Scan:
+def _scan(
+    config: Fields, width: int, names: str = "num_heads head_dim n_groups state_size chunk_size conv_kernel"
+) -> Scan:
     """Describe Mamba 2's recurrence in a model of this width; `names` are the fields of its sizes."""
     heads, size, groups, state, chunk, kernel = (config[name] for name in names.split())
     convolved = heads * size + 2 * groups * state
@@ -311,15 +325,21 @@ def nemotron_h(config: Fields, values: Fields) -> dict[str, Any]:
 
 def qwen3_next(config: Fields, values: Fields) -> dict[str, Any]:
     """Qwen3-Next: the delta rule in three of four layers, gated attention in the others, experts beside a gated one."""
-    return _delta(config, values, is_split=False)
+    return _delta(config, values, _gated_experts(config, values), is_split=False)
 
 
 def qwen3_5(config: Fields, values: Fields) -> dict[str, Any]:
-    """Qwen3.5: as Qwen3-Next, dense or of experts."""
-    return _delta(config, values, is_split=True)
+    """Qwen3.5: as Qwen3-Next, dense."""
+    return _delta(config, values, [{}] * values["num_layers"], is_split=True)
 
 
-def _delta(config: Fields, values: Fields, *, is_split: bool) -> dict[str, Any]:
+def qwen3_5_moe(config: Fields, values: Fields) -> dict[str, Any]:
+    """Qwen3.5 with experts."""
+    return _delta(config, values, _gated_experts(config, values), is_split=True)
+
+
+def _delta(config: Fields, values: Fields, feed_forward: list[dict[str, Any]], *, is_split: bool) -> dict[str, Any]:
+    """Describe layers of the delta rule among some of attention, each with its feed-forward layer."""
     names = "num_key_heads key_head_dim num_value_heads value_head_dim conv_kernel_dim".split()
     rule = DeltaRule(*(config[f"linear_{name}"] for name in names), is_split=is_split)
     recurrent = {"recurrence": rule, "has_attention": False, "mixer": "linear_attn"}
@@ -328,16 +348,18 @@ def _delta(config: Fields, values: Fields, *, is_split: bool) -> dict[str, Any]:
     kinds = _list_layers(config, values) or [
         "full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(values["num_layers"])
     ]
-    layers = [recurrent if kind in RECURRENT else attention for kind in kinds]
-    if config.get("num_experts"):
-        experts = _gated_experts(config, values)
-        layers = [own | more for own, more in zip(layers, experts, strict=True)]
+    mixers = [recurrent if kind in RECURRENT else attention for kind in kinds]
+    layers = [mixer | more for mixer, more in zip(mixers, feed_forward, strict=True)]
     return {"qk_norm": "head", "gates_output": True, "layers": layers}
 
 
 def qwen2_moe(config: Fields, values: Fields) -> dict[str, Any]:
     """Qwen2 with experts beside a gated one, in every layer or some."""
-    return {"qkv_bias": bool(config.get("qkv_bias", True)), "layers": _gated_experts(config, values)}
+    return {
+        "qkv_bias": bool(config.get("qkv_bias", True)),
+        "layers": _gated_experts(config, values),
+        "all_linear": "linears",
+    }
 
 
 def _gated_experts(config: Fields, values: Fields) -> list[dict[str, Any]]:
@@ -350,12 +372,19 @@ def _gated_experts(config: Fields, values: Fields) -> list[dict[str, Any]]:
     ]
 
 
+LLAMAS = ("llama", "mistral", "gemma", "granite", "smollm3", "helium", "ernie4_5")
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("llama", "mistral", "gemma", "granite", "smollm3", "helium"), lambda config, values: {}),
+    **dict.fromkeys(LLAMAS, lambda config, values: {}),
+    **dict.fromkeys(("cwm", "ministral", "ministral3"), lambda config, values: _window(config, values, every=4)),
+    "arcee": lambda config, values: {"activation": str(config.get("hidden_act", "relu2"))},
+    "glm": lambda config, values: {"fuses_gate": True},
+    "glm4": lambda config, values: {"fuses_gate": True, "num_post_norms": 2},
+    "starcoder2": starcoder2,
     "qwen2": lambda config, values: {"qkv_bias": True},
     "qwen3": lambda config, values: {"qk_norm": "head"},
     "phi3": lambda config, values: {"is_fused": True, "fuses_gate": True},
     "mixtral": mixtral,
+    "granitemoe": lambda config, values: mixtral(config, values) | {"all_linear": "linears"},
     "qwen3_moe": qwen3_moe,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
@@ -378,14 +407,16 @@ KINDS: dict[str, Kind] = {
     "nemotron_h": nemotron_h,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
-    "qwen3_5_moe_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "qwen2_moe": qwen2_moe,
 }
 """`model_type` -> what it changes."""
 ALIASES = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
-    "kimi_k2": "deepseek_v3",
+    **dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama"),
+    **dict.fromkeys(("kimi_k2", "sarvam_mla"), "deepseek_v3"),
+    **dict.fromkeys(("sarvam_moe", "solar_open"), "glm4_moe"),
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
