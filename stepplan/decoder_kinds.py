@@ -298,7 +298,7 @@ def falcon_h1(config: Fields, values: Fields) -> dict[str, Any]:
 
 
 def nemotron_h(config: Fields, values: Fields) -> dict[str, Any]:
-    """Nemotron-H: each layer is a scan, attention, a feed-forward layer without a gate, or experts, behind one normalisation."""
+    """Nemotron-H: each layer is a scan, attention, a feed-forward layer without a gate, or experts."""
     names = "mamba_num_heads mamba_head_dim n_groups ssm_state_size chunk_size conv_kernel"
     alone = {"has_attention": False, "intermediate_size": 0}
     width, size = values["hidden_size"], values["intermediate_size"]
@@ -309,7 +309,7 @@ def nemotron_h(config: Fields, values: Fields) -> dict[str, Any]:
 
     kinds = {
         **dict.fromkeys(RECURRENT, alone | {"recurrence": scan}),
-        **dict.fromkeys(("full_attention", "attention"), {"intermediate_size": 0}),
+        **{name: {"intermediate_size": 0} for name in ("full_attention", "attention")},
         "mlp": make_dense(size),
     }
     layers = _list_layers(config, values)

@@ -217,6 +217,57 @@ def test_a_mamba2_keeps_what_its_chunks_hold():
     assert model.forward_flops - 256 * 2 * 4000 * 256 == pytest.approx(254_719_488, rel=1e-3)
 
 
+HYBRID = SMALL | GROUPED | {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 384}
+WIDE_SCAN = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64}
+WIDE_SCAN |= {"shared_intermediate_size": 384, "mamba_d_ssm": 512, "layer_types": MIXED}
+WIDE_DELTA = DELTA | {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32, "head_dim": 64}
+WIDE_DELTA |= {"linear_value_head_dim": 32, "num_experts": 4, "moe_intermediate_size": 128, "layer_types": MIXED}
+WIDE_MAMBA2 = {
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 64,
+    "state_size": 32,
+    "n_groups": 1,
+    "chunk_size": 64,
+}
+WIDE_NEMOTRON = {
+    "layers_block_type": [*MIXED[:3], "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 32,
+}
+WIDE_NEMOTRON |= {"n_groups": 1, "chunk_size": 64, "head_dim": 64, "mlp_hidden_act": "relu2", "conv_kernel": 4}
+TRACED = {
+    "mamba2": (WIDE_MAMBA2 | {"conv_kernel": 4}, 0.05, (767.3, 277.6, 650.7, 261.7, 624.6, 225.4, 520.4, 211.6)),
+    "granitemoehybrid": (
+        WIDE_SCAN | {"mamba_d_conv": 4, "num_local_experts": 0, "num_experts_per_tok": 0},
+        0.08,
+        (979.4, 330.1, 796.6, 290.9, 799.9, 253.3, 629.1, 226.4),
+    ),
+    "falcon_h1": (WIDE_SCAN | {"mamba_d_conv": 4}, 0.08, (1182.1, 356.5, 976.6, 311.2, 1000.9, 277.2, 810.9, 233.2)),
+    "nemotron_h": (WIDE_NEMOTRON, 0.05, (641.2, 277.4, 559.5, 265.8, 520.8, 225.6, 447.0, 216.0)),
+    "qwen3_next": (
+        WIDE_DELTA | {"linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 192},
+        0.02,
+        (1067.1, 366.0, 968.4, 325.5, 933.0, 290.1, 829.0, 248.9),
+    ),
+}
+"""`model_type` -> fields, the bound, and peaks in MB of transformers' own model of 32 sequences of 128 tokens, traced on no
+device by `trace.trace_recipe`: all weights, then LoRA of rank 4; in each float32 and bf16; in each saved and recomputed."""
+
+
+@pytest.mark.parametrize("kind", TRACED)
+def test_a_recurrence_keeps_what_transformers_keeps(kind):
+    own, bound, peaks = TRACED[kind]
+    shape = shape_from_config({"model_type": kind} | HYBRID | own, kind)
+    layout = solve_layout(num_processes=1, global_batch_size=32, per_device_train_batch_size=32)
+    ways = [(rank, precision, again) for rank in (None, 4) for precision in ("no", "bf16") for again in (False, True)]
+    for (rank, precision, again), traced in zip(ways, peaks, strict=True):
+        model = Decoder(shape=shape, method=Tuning(rank=rank), sequence_length=128)
+        planned = planned_memory(model, layout, mixed_precision=precision, gradient_checkpointing=again).total / 1e6
+        assert planned == pytest.approx(traced, rel=bound), (rank, precision, again)
+
+
 def test_a_gpt2_is_known_without_its_class():
     config = {
         "model_type": "gpt2",
