@@ -340,8 +340,9 @@ def qwen3_5_moe(config: Fields, values: Fields) -> dict[str, Any]:
 
 def _delta(config: Fields, values: Fields, feed_forward: list[dict[str, Any]], *, is_split: bool) -> dict[str, Any]:
     """Describe layers of the delta rule among some of attention, each with its feed-forward layer."""
-    names = "num_key_heads key_head_dim num_value_heads value_head_dim conv_kernel_dim".split()
-    rule = DeltaRule(*(config[f"linear_{name}"] for name in names), is_split=is_split)
+    names = "num_key_heads key_head_dim num_value_heads value_head_dim conv_kernel_dim"
+    sizes = [config[f"linear_{name}"] for name in names.split()]
+    rule = DeltaRule(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], is_split)
     recurrent = {"recurrence": rule, "has_attention": False, "mixer": "linear_attn"}
     attention = {"extra_layer": (values["num_heads"] * values["head_dim"] + values["hidden_size"]) * values["qkv_bias"]}
     every = config.get("full_attention_interval") or 4

@@ -113,6 +113,7 @@ class DeltaRule(NamedTuple):
         num_heads, head_dim: heads of values, and numbers of each.
         kernel_size: tokens that its convolution sees.
         is_split: whether gates, steps and decays come from matrices of their own.
+        chunk_size: tokens of a chunk.
     """
 
     num_key_heads: int
@@ -121,8 +122,7 @@ class DeltaRule(NamedTuple):
     head_dim: int
     kernel_size: int
     is_split: bool = False
-
-    chunk_size = 64
+    chunk_size: int = 64
 
     @property
     def inner(self) -> int:
