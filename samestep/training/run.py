@@ -139,6 +139,7 @@ class Run:
             build: function of a module of `samestep.data`, called with the recipe, the number of workers and `options`.
         """
         with self.accelerator.local_main_process_first():
+            build = ways.choose_build(self.recipe, build)
             self.data = build(self.recipe, self.settings.preprocessing_num_workers, *options)
         train, held_out = self.data
         if held_out is None:

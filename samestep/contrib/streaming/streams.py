@@ -9,6 +9,7 @@ import dataclasses
 import fractions
 import functools
 import hashlib
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -194,7 +195,7 @@ class Stream:
 
     def _read(self) -> Iterator[tuple[str, Any]]:
         """Iterate over the places and rows of the stream from its head on, without an end."""
-        num_rows = 0  # since an epoch began
+        num_rows = int(self._head[1:] != (0, 0))  # since an epoch began, of which some may have been read before
         while True:
             epoch, turn, offset = self._head
             shard = self._find_shard(epoch, turn)
@@ -206,7 +207,6 @@ class Stream:
                     )
                 self._head, num_rows = (epoch + 1, 0, 0), 0
                 continue
-            num_rows += offset > 0
             try:
                 for end, place, values in self.source.read(shard, offset):
                     self._head = epoch, turn, end
@@ -288,10 +288,11 @@ class Streams:
         source, number, index = self.find(sample_id)
         stream = self.streams[source][number - self._firsts[source]]
         marks = self._marks.setdefault(number, OrderedDict())
-        if index < stream.index:
-            start = self._starts.get(number, Mark())
-            earlier = marks.get(index) or (start if start.index <= index else Mark())
-            stream.seek(earlier)
+        if index != stream.index:  # the nearest place before it that is known
+            known = [Mark(), self._starts.get(number, Mark()), *marks.values(), stream.mark]
+            nearest = max((mark for mark in known if mark.index <= index), key=lambda mark: mark.index)
+            if nearest.index != stream.index:
+                stream.seek(nearest)
         while True:
             marks[stream.index] = stream.mark
             if len(marks) > NUM_MARKS:
@@ -335,13 +336,13 @@ def find_shares(weights: Sequence[float]) -> tuple[int, ...]:
     exact = [fractions.Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     parts = [weight / total for weight in exact]
-    period = functools.reduce(lambda a, b: a * b // np.gcd(a, b), [part.denominator for part in parts], 1)
+    period = math.lcm(*(part.denominator for part in parts))
     if period > MAX_PERIOD:
         raise UsageError(
             f"mixture_weights are {', '.join(f'{weight:g}' for weight in weights)}, whose shares are exact in {period:,} samples "
             f"only, must be in {MAX_PERIOD:,} at most: round them"
         )
-    return tuple(int(part * int(period)) for part in parts)
+    return tuple(int(part * period) for part in parts)
 
 
 @dataclasses.dataclass(frozen=True)
