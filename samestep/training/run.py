@@ -146,7 +146,7 @@ class Run:
             self.say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")
         report_rows(train, self.output_dir if self.accelerator.is_main_process else None, self.say)
         mixture = getattr(train, "mixture", ())
-        num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
+        num_uses = sum(uses for _, uses in mixture) if mixture else getattr(train, "num_samples", len(train))
         self.plan.lay_out(num_uses, mixture, self.start.stages)
         if changes := self.start.check_earlier_steps(self.plan, self.reduction):
             self.say(changes)

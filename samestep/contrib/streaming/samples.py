@@ -22,7 +22,7 @@ from samestep.printing import format_count
 from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
 
 NUM_FIRST = 64
-"""Rows from which the form of conversations is recognised."""
+"""Rows from which the form of conversations is recognised; samples on which kernels are compared."""
 
 
 def build(recipe: Any, num_proc: int | None = None, on_bad_row: str = "refuse", date: str | None = None) -> Any:
@@ -50,14 +50,20 @@ def find_entries(recipe: Any) -> dict[str, list[Shard]]:
 
 
 class _Streamed:
-    """What streamed samples of all tasks have in common, beside the class of samples read whole."""
+    """What streamed samples of all tasks have in common, beside the class of samples read whole.
+
+    Attributes:
+        num_samples: as the order counts them: without an end.
+    """
 
     streams: Streams
     row_reports: Any = ()
     mixture: Any = ()
+    num_samples = ENDLESS
 
     def __len__(self) -> int:
-        return ENDLESS
+        """Count the first samples, which are looked at before the training."""
+        return NUM_FIRST
 
     def _describe(self) -> str:
         files = {shard.name for source in self.streams.sources for shard in source.shards}

@@ -132,7 +132,7 @@ class Stream:
         self.first, self.index, self.filling, self.row, self.used = mark, mark.index, mark.filling, mark.row, mark.used
         self._head = (mark.epoch, mark.turn, mark.offset)
         self._begin = self._head  # of the buffer
-        self._rows: Iterator[tuple[str, Any]] = self._read()
+        self._rows: Iterator[tuple[str, Any] | None] = self._read()
         self._buffer: list[tuple[str, Any]] = []
         self._order = np.zeros(0, np.int64)
         self._converted: dict[int, Any] = {}
@@ -178,9 +178,11 @@ class Stream:
         self.row, self.used = self.row + 1, 0
 
     def _fill(self) -> None:
-        for place, row in self._rows:
-            self._buffer.append((place, row))
-            if len(self._buffer) == self.buffer_size:
+        for row in self._rows:
+            if row is not None:
+                self._buffer.append(row)
+            # A buffer holds no rows of two epochs: so each epoch has every row once
+            if len(self._buffer) == self.buffer_size or (row is None and self._buffer):
                 break
         seed = derive_seed(self.seed, "buffer", self.number)
         self._order = permute(np.arange(len(self._buffer)), len(self._buffer), seed, self.filling)
@@ -193,8 +195,8 @@ class Stream:
             return None
         return self.source.shards[int(permute(np.array(place), num_shards, derive_seed(self.seed, "shards"), epoch))]
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
-        """Iterate over the places and rows of the stream from its head on, without an end."""
+    def _read(self) -> Iterator[tuple[str, Any] | None]:
+        """Iterate over the places and rows of the stream from its head on, without an end; None: an epoch ends."""
         num_rows = int(self._head[1:] != (0, 0))  # since an epoch began, of which some may have been read before
         while True:
             epoch, turn, offset = self._head
@@ -206,6 +208,7 @@ class Stream:
                         "give other shards, or fewer streams (--num_streams)"
                     )
                 self._head, num_rows = (epoch + 1, 0, 0), 0
+                yield None
                 continue
             try:
                 for end, place, values in self.source.read(shard, offset):
