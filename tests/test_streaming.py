@@ -185,6 +185,10 @@ class FlakyBucket(MemoryFileSystem):
     requests = failed = 0
     cachable = False
 
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("flaky://", "memory://"))
+
     def _may_fail(self):
         FlakyBucket.requests += 1
         return random.Random(FlakyBucket.requests).random() < 0.1
@@ -204,15 +208,15 @@ class FlakyBucket(MemoryFileSystem):
 
 
 def test_a_bucket_that_fails_loses_nothing(bucket):
-    rows = [{"text": f"row {number} " + "é" * (number % 90)} for number in range(4000)]
+    rows = [{"text": f"row {number} " + "é" * (number % 900)} for number in range(800)]
     for shard in range(8):
         data = "".join(json.dumps(row) + "\n" for row in rows[shard::8]).encode()
         bucket.pipe_file(f"/b/{shard}.jsonl", data)
     streamed = stream("flaky://b", num_streams=8, shuffle_buffer_size=8, retries=AT_ONCE)
-    seen = [streamed[number]["text"] for number in range(4000)]
+    seen = [streamed[number]["text"] for number in range(800)]
     assert sorted(seen) == sorted(row["text"] for row in rows)
     good = stream("memory://b", num_streams=8, shuffle_buffer_size=8)
-    assert seen == [good[number]["text"] for number in range(4000)]
+    assert seen == [good[number]["text"] for number in range(800)]
     small = RangeFile("flaky://b/0.jsonl", len(bucket.cat_file("/b/0.jsonl")), AT_ONCE)
     failed = FlakyBucket.failed
     assert b"".join(iter(lambda: small.read(100), b"")) == bucket.cat_file("/b/0.jsonl")
@@ -291,7 +295,7 @@ def test_a_tar_file_needs_webdataset(tmp_path):
 def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n[1]\n{"text": \n\xff\n{"text": "b"}\n')
     with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
-        file.write(b"".join(b'{"text": "%d"}\n' % number for number in range(20000)))
+        file.write(b"".join(b'{"text": "%d"}\n' % (number**9) for number in range(3000)))
     data = (tmp_path / "b.jsonl.gz").read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(data[: len(data) // 2])
     options = {"num_streams": 1, "shuffle_buffer_size": 4}
@@ -303,10 +307,13 @@ def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path,
     assert len(lines) == 3  # once each, though two epochs have met them
     assert all(line.startswith("WARNING: left out: ") for line in lines)
     with pytest.raises(UsageError, match="b.jsonl.gz is damaged: "):
-        for number in range(20000):
-            stream(str(tmp_path / "b.jsonl.gz"), num_streams=1, shuffle_buffer_size=20000)[number]
+        stream(str(tmp_path / "b.jsonl.gz"), num_streams=1, shuffle_buffer_size=20000)[0]
     skipping = stream(str(tmp_path), num_streams=1, shuffle_buffer_size=4, on_bad_row="skip")
-    assert len({skipping[number]["text"] for number in range(9000)}) > 5000
+    seen = [skipping[number]["text"] for number in range(1000)]
+    assert len(set(seen)) > 900
+    marks = stream(str(tmp_path), num_streams=1, shuffle_buffer_size=4, on_bad_row="skip")
+    marks.streams.seek(skipping.streams.list_marks())
+    assert [marks[number]["text"] for number in range(1000, 1100)] == [skipping[number]["text"] for number in range(1000, 1100)]
     assert "b.jsonl.gz is damaged" in capsys.readouterr().err
     (tmp_path / "c.jsonl").write_text("\n\n")
     with pytest.raises(UsageError, match="hold no row that can be used in a whole epoch"):

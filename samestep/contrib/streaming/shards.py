@@ -14,7 +14,8 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import fsspec
-from fsspec.utils import compressions, infer_compression
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
 
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
@@ -166,7 +167,9 @@ class FileReader:
         try:
             file: Any = io.BufferedReader(raw, BUFFER_SIZE)
             if compression is not None:
-                file = io.BufferedReader(compressions[compression](file, mode="r"), BUFFER_SIZE)
+                # A buffer on top would lose what stands before a fault, and how much would depend on where reading began
+                file = compr[compression](file, mode="r")
+                file = file if hasattr(file, "readline") else io.BufferedReader(file, BUFFER_SIZE)
             with file:
                 yield from read(file, shard, offset)
         except UsageError:

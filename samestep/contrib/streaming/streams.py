@@ -24,6 +24,7 @@ NUM_STREAMS, BUFFER_SIZE = 64, 256
 """V and W where nothing else is said."""
 ENDLESS = 2**62
 """Number of samples of a stream, as an order counts them: more than any training uses."""
+GROUP = 2048  # samples of a mixture that are dealt at once, about
 CHUNK = 16  # rows that are converted at once
 NUM_MARKS = 64  # of the last samples of a stream, to which it can go back
 MAX_PERIOD = 10_000  # samples after which the shares of a mixture are exact at most
@@ -233,15 +234,15 @@ class Stream:
 
 
 @functools.lru_cache(8)
-def _deal_period(shares: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-    """Deal the places of a period of a mixture: source of each, and samples of that source before it; both int64 [period]."""
+def _deal_periods(shares: tuple[int, ...], seed: int, group: int, count: int) -> tuple[list[int], list[int]]:
+    """Deal the samples of `count` periods of a mixture at once: source of each, and samples of that source before it."""
     size = sum(shares)
-    places = permute(np.arange(size), size, seed, period)
-    sources = np.searchsorted(np.cumsum(shares), places, side="right")
-    ranks = np.zeros(size, np.int64)
+    period, place = np.divmod(np.arange(group * count * size, (group + 1) * count * size), size)
+    sources = np.searchsorted(np.cumsum(shares), permute(place, size, seed, period), side="right")
+    ranks = np.zeros(len(place), np.int64)
     for number, share in enumerate(shares):
-        ranks[sources == number] = np.arange(share)
-    return sources, ranks
+        ranks[sources == number] = np.arange(group * count * share, (group + 1) * count * share)
+    return sources.tolist(), ranks.tolist()
 
 
 class Streams:
@@ -271,6 +272,7 @@ class Streams:
             own_seed = derive_seed(seed, "source", number)
             self.streams.append([Stream(source, place, count, buffer_size, own_seed) for place in range(count)])
         self._firsts = np.cumsum([0, *map(len, self.streams)]).tolist()
+        self._mixture_seed = derive_seed(seed, "mixture")
         self._starts: dict[int, Mark] = {}
         self._marks: dict[int, OrderedDict[int, Mark]] = {}
 
@@ -280,10 +282,13 @@ class Streams:
 
     def find(self, sample_id: int) -> tuple[int, int, int]:
         """Find the source of sample t, the stream among all, and the sample's index in that stream."""
-        period, place = divmod(sample_id, sum(self.shares))
-        sources, ranks = _deal_period(self.shares, derive_seed(self.seed, "mixture"), period)
-        source = int(sources[place])
-        index, stream = divmod(period * self.shares[source] + int(ranks[place]), len(self.streams[source]))
+        source, rank = 0, sample_id
+        if len(self.sources) > 1:
+            count = max(1, GROUP // sum(self.shares))
+            group, place = divmod(sample_id, count * sum(self.shares))
+            sources, ranks = _deal_periods(self.shares, self._mixture_seed, group, count)
+            source, rank = sources[place], ranks[place]
+        index, stream = divmod(rank, len(self.streams[source]))
         return source, self._firsts[source] + stream, index
 
     def draw(self, sample_id: int) -> Taken:
