@@ -88,6 +88,8 @@ class Retries(NamedTuple):
         for number in itertools.count(1):
             try:
                 return request()
+            except UsageError:
+                raise
             except GIVEN_UP as error:
                 raise UsageError(f"shard {name} cannot be read: {reason(error)}. Check the name and its rights") from None
             except Exception as error:  # of any kind: each file system has its own
@@ -337,12 +339,7 @@ def _list_files(pattern: str, retries: Retries) -> dict[str, int]:
             if entry["type"] == "file" and not PurePosixPath(name).name.startswith(".")
         }
 
-    try:
-        listed: dict[str, int] = retries.ask(ask, pattern)
-    except UsageError as error:
-        if isinstance(error.__context__, UsageError):
-            raise error.__context__ from None
-        raise
+    listed: dict[str, int] = retries.ask(ask, pattern)
     return listed
 
 
