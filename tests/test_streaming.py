@@ -1,4 +1,4 @@
-"""Streams: samples that depend on the recipe and the shards alone, from any place, by any number of processes, over bad lines."""
+"""Streams: samples that depend on the recipe and the shards alone, on any number of processes, after kills, over bad lines."""
 
 import gzip
 import hashlib
@@ -256,7 +256,7 @@ def test_rows_of_all_kinds_go_on_from_any_offset(folder, name):
     assert [row["text"] for _, _, row in rows] == [f"row {number}\nof two lines" for number in range(300)]
     assert len({place for _, place, _ in rows}) == 300
     for number in (0, 1, 63, 64, 69, 70, 71, 250, 299):
-        assert [row for row in read(shard, rows[number][0])] == rows[number + 1 :]
+        assert list(read(shard, rows[number][0])) == rows[number + 1 :]
     parts = [Shard(*shard[:2], *pair) for pair in ((0, 100), (100, 101), (101, 140), (140, None))]
     if name in ("plain.jsonl",):
         assert [row for part in parts for row in read(part, 0)] == rows
@@ -306,14 +306,16 @@ def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path,
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3  # once each, though two epochs have met them
     assert all(line.startswith("WARNING: left out: ") for line in lines)
-    with pytest.raises(UsageError, match="b.jsonl.gz is damaged: "):
+    with pytest.raises(UsageError, match=r"b.jsonl.gz is damaged: "):
         stream(str(tmp_path / "b.jsonl.gz"), num_streams=1, shuffle_buffer_size=20000)[0]
     skipping = stream(str(tmp_path), num_streams=1, shuffle_buffer_size=4, on_bad_row="skip")
     seen = [skipping[number]["text"] for number in range(1600)]
     assert len(set(seen)) > 900
     marks = stream(str(tmp_path), num_streams=1, shuffle_buffer_size=4, on_bad_row="skip")
     marks.streams.seek(skipping.streams.list_marks())
-    assert [marks[number]["text"] for number in range(1600, 1700)] == [skipping[number]["text"] for number in range(1600, 1700)]
+    assert [marks[number]["text"] for number in range(1600, 1700)] == [
+        skipping[number]["text"] for number in range(1600, 1700)
+    ]
     assert "b.jsonl.gz is damaged" in capsys.readouterr().err
     (tmp_path / "c.jsonl").write_text("\n\n")
     with pytest.raises(UsageError, match="hold no row that can be used in a whole epoch"):
@@ -350,7 +352,9 @@ def train(accelerator, dataset, cap, first=0, last=6, model=None, **more):
     """Train in float64; return losses, weights, the steps, and the model."""
     torch.manual_seed(0)
     if model is None:
-        model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double())
+        model = accelerator.prepare(
+            torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        )
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     sizes = {"global_batch_size": 10, "per_device_batch_size": cap, "num_steps": last, "first_step": first}
     steps = exact_steps(accelerator, dataset, collate, **sizes, targets=lambda batch: len(batch[0]), **more)
@@ -416,6 +420,8 @@ def test_one_sha_of_a_billion_rows():
 
 
 def test_what_is_no_row_is_a_fault_that_says_so():
-    streams = draw_streams(convert=lambda rows: [BadRow("odd") if row % 2 else row for _, row in rows], on_bad_row="skip")
+    streams = draw_streams(
+        convert=lambda rows: [BadRow("odd") if row % 2 else row for _, row in rows], on_bad_row="skip"
+    )
     values = [streams.draw(number).value for number in range(30)]
     assert all(value % 2 == 0 for value in values)

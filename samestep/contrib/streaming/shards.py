@@ -91,7 +91,9 @@ class Retries(NamedTuple):
             except UsageError:
                 raise
             except GIVEN_UP as error:
-                raise UsageError(f"shard {name} cannot be read: {reason(error)}. Check the name and its rights") from None
+                raise UsageError(
+                    f"shard {name} cannot be read: {reason(error)}. Check the name and its rights"
+                ) from None
             except Exception as error:  # of any kind: each file system has its own
                 if number >= self.num_tries:
                     raise UsageError(
@@ -164,7 +166,9 @@ class FileReader:
     def __call__(self, shard: Shard, offset: int) -> Iterator[Row]:
         """Iterate over the rows; raises `DamagedShard` where the rest of the file cannot be understood."""
         kind, compression = split_suffix(shard.name)
-        read = {".parquet": self._read_table, ".txt": self._read_texts, ".tar": self._read_tar}.get(kind, self._read_lines)
+        read = {".parquet": self._read_table, ".txt": self._read_texts, ".tar": self._read_tar}.get(
+            kind, self._read_lines
+        )
         raw = RangeFile(shard.name, shard.size, self.retries)
         try:
             file: Any = io.BufferedReader(raw, BUFFER_SIZE)

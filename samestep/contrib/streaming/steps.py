@@ -42,7 +42,9 @@ class StreamSteps(Steps):
     @property
     def _streams(self) -> Streams:
         source: Any = self.source
-        streams: Streams = (source if hasattr(source, "streams") else source.dataset).streams  # or of a loop of one's own
+        streams: Streams = (
+            source if hasattr(source, "streams") else source.dataset
+        ).streams  # or of a loop of one's own
         return streams
 
     @property
@@ -87,7 +89,9 @@ class StreamSteps(Steps):
         """Cut the first samples of a step, which this process reads all, if they are others'."""
         ids = self.order.samples(step)[1][:num_samples].tolist()
         samples = [self.source.draw(0, number) for number in ids]
-        places, _ = deal([np.arange(len(ids))[first : first + max_samples] for first in range(0, len(ids), max_samples)], 1)
+        places, _ = deal(
+            [np.arange(len(ids))[first : first + max_samples] for first in range(0, len(ids), max_samples)], 1
+        )
         micro_batches = [self.source.collate([samples[place] for place in own]) for own in places[0]]
         return [{name: value for name, value in batch.items() if name != "counts"} for batch in micro_batches]
 

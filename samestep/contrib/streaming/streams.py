@@ -329,9 +329,7 @@ class Streams:
     @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits of a SHA-256 of the names and sizes of all shards, and of the shares."""
-        names = [
-            [(shard.name.rpartition("/")[2], *shard[1:]) for shard in source.shards] for source in self.sources
-        ]
+        names = [[(shard.name.rpartition("/")[2], *shard[1:]) for shard in source.shards] for source in self.sources]
         return hashlib.sha256(repr((names, self.shares)).encode()).hexdigest()[:16]
 
 
