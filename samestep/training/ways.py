@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
+from samestep.cut.order import Order
+from samestep.data.steps import Steps
 from samestep.recipe.extras import is_there, load_way
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
@@ -15,9 +17,6 @@ from samestep.training.output_folder import OutputFolder
 from samestep.training.parts import Part, find_part
 from samestep.training.reduction import Reduction
 from samestep.training.whole_term import WholeTerm
-
-from samestep.cut.order import Order
-from samestep.data.steps import Steps
 
 if TYPE_CHECKING:
     from samestep.training.run import Run

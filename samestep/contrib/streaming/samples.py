@@ -212,7 +212,7 @@ def _make_keep(recipe: Any) -> Any:
 
 
 class StreamedConversations(_Streamed, Conversations):
-    """Conversations of a stream, or pairs, tokenized as they come; a row that is too long, or has nothing to train, is left out.
+    """Conversations of a stream, or pairs, tokenized as they come; rows that are too long, or train nothing, are left out.
 
     Args:
         recipe: of the task causal_lm_finetuning.

@@ -32,7 +32,7 @@ class StreamSteps(Steps):
     """Steps of a source with `streams`.
 
     Where all samples are as long (`source.is_even`), process r computes the samples of the streams s with s mod N = r, and reads
-    no other stream. Where lengths differ, all processes read all streams, as they must know the lengths to cut a step.
+    no other stream. Where lengths differ, all processes read all streams: they must know the lengths to cut a step.
     """
 
     def __getitem__(self, step: int) -> StreamStepData:

@@ -1,8 +1,8 @@
 """Virtual streams: the samples of a training as a function of the recipe and the shards, whoever reads them.
 
-Sample t of a run comes from virtual stream t mod V. In every epoch a stream reads its share of the shards, which are permuted by
-the seed and the epoch; a buffer of W rows is filled, given in an order that depends on the seed, the stream and the number of
-fillings, and filled again. So a stream's place is a few integers, and nothing depends on processes, workers or restarts.
+Sample t of a run comes from virtual stream t mod V. In every epoch a stream reads its share of the shards, which are permuted
+by the seed and the epoch; a buffer of W rows is filled, given in an order that depends on the seed, the stream and the number
+of fillings, and filled again. So a stream's place is a few integers, and nothing depends on processes, workers or restarts.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
     """A place of a stream, from which the samples after it can be read.
 
     Attributes:
-        index: samples before it.
+        done: samples before it.
         epoch, turn, offset: place of the first row of the buffer: the epoch, the number of the shard among those of the stream,
             and the offset in it.
         filling: number of the buffer's filling, from which the seed of its order is made.
@@ -42,7 +42,7 @@ class Mark(NamedTuple):
         used: tokens of the next row that are used.
     """
 
-    index: int = 0
+    done: int = 0
     epoch: int = 0
     turn: int = 0
     offset: int = 0
@@ -86,7 +86,7 @@ class Source:
         read: reads their rows.
         name: in messages.
         weight: share of the samples of a mixture, relative to the others.
-        convert: makes of rows, each with its place, what `assemble` takes, a list as long; None in place of a row leaves it out,
+        convert: makes of rows, each with its place, what `assemble` takes, as many; None in place of a row leaves it out,
             a `BadRow` is a fault.
         assemble: makes samples.
         keep: what of a row stays in the buffer; None: it has no visible character.
@@ -130,7 +130,7 @@ class Stream:
 
     def seek(self, mark: Mark) -> None:
         """Go to a place."""
-        self.first, self.index, self.filling, self.row, self.used = mark, mark.index, mark.filling, mark.row, mark.used
+        self.first, self.index, self.filling, self.row, self.used = mark, mark.done, mark.filling, mark.row, mark.used
         self._head = (mark.epoch, mark.turn, mark.offset)
         self._begin = self._head  # of the buffer
         self._rows: Iterator[tuple[str, Any] | None] = self._read()
@@ -205,8 +205,8 @@ class Stream:
             if shard is None:
                 if not num_rows and turn:
                     raise UsageError(
-                        f"{self.source.name}: the shards of stream {self.number} hold no row that can be used in a whole epoch: "
-                        "give other shards, or fewer streams (--num_streams)"
+                        f"{self.source.name}: the shards of stream {self.number} hold no row that can be used in a whole "
+                        "epoch: give other shards, or fewer streams (--num_streams)"
                     )
                 self._head, num_rows = (epoch + 1, 0, 0), 0
                 yield None
@@ -298,8 +298,8 @@ class Streams:
         marks = self._marks.setdefault(number, OrderedDict())
         if index != stream.index:  # the nearest place before it that is known
             known = [Mark(), self._starts.get(number, Mark()), *marks.values(), stream.mark]
-            nearest = max((mark for mark in known if mark.index <= index), key=lambda mark: mark.index)
-            if nearest.index != stream.index:
+            nearest = max((mark for mark in known if mark.done <= index), key=lambda mark: mark.done)
+            if nearest.done != stream.index:
                 stream.seek(nearest)
         while True:
             marks[stream.index] = stream.mark
@@ -345,8 +345,8 @@ def find_shares(weights: Sequence[float]) -> tuple[int, ...]:
     period = math.lcm(*(part.denominator for part in parts))
     if period > MAX_PERIOD:
         raise UsageError(
-            f"mixture_weights are {', '.join(f'{weight:g}' for weight in weights)}, whose shares are exact in {period:,} samples "
-            f"only, must be in {MAX_PERIOD:,} at most: round them"
+            f"mixture_weights are {', '.join(f'{weight:g}' for weight in weights)}, whose shares are exact in {period:,} "
+            f"samples only, must be in {MAX_PERIOD:,} at most: round them"
         )
     return tuple(int(part * period) for part in parts)
 
