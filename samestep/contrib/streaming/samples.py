@@ -50,7 +50,7 @@ def find_entries(recipe: Any) -> dict[str, list[Shard]]:
 
 
 class _Streamed:
-    """What streamed samples of all tasks have in common, beside the class of samples read whole.
+    """Properties of streamed samples of all tasks, beside the class of samples read whole.
 
     Attributes:
         num_samples: as the order counts them: without an end.
