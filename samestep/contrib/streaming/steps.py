@@ -31,7 +31,7 @@ class StreamStepData(StepData):
 class StreamSteps(Steps):
     """Steps of a source with `streams`.
 
-    Where all samples are as long (`source.is_even`), process r computes the samples of the streams s with s mod N = r, and reads
+    Where all samples are as long (`source.is_even`), process r computes those of the streams s with s mod N = r, and reads
     no other stream. Where lengths differ, all processes read all streams: they must know the lengths to cut a step.
     """
 
