@@ -31,6 +31,7 @@ EXTRAS = {
     "text": _DATA | {"scipy": "scipy", "sklearn": "scikit-learn"},
     "images": {"PIL": "pillow", "captcha": "captcha==0.7.1"} | _DATA | {"sklearn": "scikit-learn"},
     "plots": {"matplotlib": "matplotlib"},
+    "tar": {"webdataset": "webdataset>=1"},
     "speech": {"soundfile": "soundfile>=0.13", "soxr": "soxr>=1"},
     "scores": {"jiwer": "jiwer>=4", "rouge_score": "rouge_score>=0.1.2", "sacrebleu": "sacrebleu>=2.6"},
     "adapters": {"peft": "peft>=0.21"},

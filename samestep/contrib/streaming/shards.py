@@ -235,9 +235,7 @@ class FileReader:
 
     def _read_tar(self, file: Any, shard: Shard, offset: int) -> Iterator[Row]:
         tars = optional("webdataset.tariterators")
-        if not tars:
-            raise UsageError(f"shard {shard.name} is a tar file, which webdataset reads: pip install webdataset")
-        members = tars.tar_file_iterator(file)
+        members = ({**member, "__url__": shard.name} for member in tars.tar_file_iterator(file))
         for number, sample in enumerate(tars.group_by_keys(members), 1):
             if number > offset:
                 yield number, f"{shard.name}, sample {sample['__key__']}", _read_sample(sample)

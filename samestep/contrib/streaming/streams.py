@@ -103,37 +103,88 @@ class Source:
     on_bad_row: str = "refuse"
 
 
-class Stream:
-    """One virtual stream.
+class Rows:
+    """The rows of a virtual stream, from a place on, without an end.
 
     Args:
         source: its shards.
         number: s, of the stream.
         num_streams: V, streams of the source.
-        buffer_size: W, rows of the buffer.
         seed: derived from the recipe's for this source.
 
     Attributes:
+        head: epoch, turn and offset behind the row that was read last.
         left_out: reasons -> rows that were left out so far; of this process.
     """
 
-    def __init__(self, source: Source, number: int, num_streams: int, buffer_size: int, seed: int):
-        self.source, self.number, self.num_streams, self.buffer_size, self.seed = (
-            source,
-            number,
-            num_streams,
-            buffer_size,
-            seed,
-        )
+    def __init__(self, source: Source, number: int, num_streams: int, seed: int):
+        self.source, self.number, self.num_streams, self.seed = source, number, num_streams, seed
         self.left_out: Counter[str] = Counter()
+        self.head = (0, 0, 0)
+
+    def _find_shard(self, epoch: int, turn: int) -> Shard | None:
+        """Find the shard of a stream's turn in an epoch; None: its share of the epoch is done."""
+        place, num_shards = self.number + turn * self.num_streams, len(self.source.shards)
+        if place >= num_shards:
+            return None
+        return self.source.shards[int(permute(np.array(place), num_shards, derive_seed(self.seed, "shards"), epoch))]
+
+    def read(self, head: tuple[int, int, int]) -> Iterator[tuple[str, Any] | None]:
+        """Iterate over the places and rows of the stream from a head on, without an end; None: an epoch ends."""
+        self.head = head
+        num_rows = int(head[1:] != (0, 0))  # since an epoch began, of which some may have been read before
+        while True:
+            epoch, turn, offset = self.head
+            shard = self._find_shard(epoch, turn)
+            if shard is None:
+                if not num_rows and turn:
+                    raise UsageError(
+                        f"{self.source.name}: the shards of stream {self.number} hold no row that can be used in a whole "
+                        "epoch: give other shards, or fewer streams (--num_streams)"
+                    )
+                self.head, num_rows = (epoch + 1, 0, 0), 0
+                yield None
+                continue
+            try:
+                for end, place, values in self.source.read(shard, offset):
+                    self.head = epoch, turn, end
+                    row = values if isinstance(values, BadRow) else self.source.keep(values)
+                    if isinstance(row, BadRow):
+                        self.leave_out(place, row)
+                    elif row is not None:
+                        num_rows += 1
+                        yield place, row
+            except DamagedShard as error:
+                self.leave_out("", f"{error}; the rest of it is not read")
+            self.head = epoch, turn + 1, 0
+
+    def leave_out(self, place: str, why: str) -> None:
+        """Leave out a row, and say so once; or raise UsageError, where the source refuses such rows."""
+        text = f"{place}: {why}" if place else why
+        if self.source.on_bad_row == "refuse":
+            raise UsageError(f"{text.rstrip('.')}; --on_bad_row skip leaves out what cannot be used")
+        if not self.left_out[text]:  # once, also where the stream went back
+            warn(f"left out: {text}")
+        self.left_out[text] += 1
+
+
+class Stream:
+    """One virtual stream: its rows, in buffers whose order is drawn.
+
+    Args:
+        rows: its rows.
+        buffer_size: W, rows of the buffer.
+    """
+
+    def __init__(self, rows: Rows, buffer_size: int):
+        self.rows, self.buffer_size = rows, buffer_size
         self.seek(Mark())
 
     def seek(self, mark: Mark) -> None:
         """Go to a place."""
         self.first, self.index, self.filling, self.row, self.used = mark, mark.done, mark.filling, mark.row, mark.used
-        self._head = (mark.epoch, mark.turn, mark.offset)
-        self._begin = self._head  # of the buffer
-        self._rows: Iterator[tuple[str, Any] | None] = self._read()
+        self._begin = (mark.epoch, mark.turn, mark.offset)  # of the buffer
+        self._coming = self.rows.read(self._begin)
         self._buffer: list[tuple[str, Any]] = []
         self._order = np.zeros(0, np.int64)
         self._converted: dict[int, Any] = {}
@@ -147,7 +198,7 @@ class Stream:
     def take(self) -> Taken:
         """Take the next sample."""
         self.places = []
-        value = self.source.assemble(self)
+        value = self.rows.source.assemble(self)
         self.index += 1
         return Taken(value, tuple(self.places))
 
@@ -158,20 +209,20 @@ class Stream:
                 self._fill()
             if self.row == len(self._buffer):
                 self.filling, self.row = self.filling + 1, 0
-                self._begin = self._head
+                self._begin = self.rows.head
                 self._buffer = []
                 continue
             if self.row not in self._converted:
                 numbers = range(self.row, min(self.row + CHUNK, len(self._buffer)))
                 rows = [self._buffer[self._order[number]] for number in numbers]
-                self._converted = dict(zip(numbers, self.source.convert(rows), strict=True))
+                self._converted = dict(zip(numbers, self.rows.source.convert(rows), strict=True))
             value, place = self._converted[self.row], self._buffer[self._order[self.row]][0]
             if value is not None and not isinstance(value, BadRow):
                 if not self.places or self.places[-1] != place:
                     self.places.append(place)
                 return value
             if isinstance(value, BadRow):
-                self._leave_out(place, value)
+                self.rows.leave_out(place, value)
             self.advance()
 
     def advance(self) -> None:
@@ -179,58 +230,15 @@ class Stream:
         self.row, self.used = self.row + 1, 0
 
     def _fill(self) -> None:
-        for row in self._rows:
+        for row in self._coming:
             if row is not None:
                 self._buffer.append(row)
             # A buffer holds no rows of two epochs: so each epoch has every row once
             if len(self._buffer) == self.buffer_size or (row is None and self._buffer):
                 break
-        seed = derive_seed(self.seed, "buffer", self.number)
+        seed = derive_seed(self.rows.seed, "buffer", self.rows.number)
         self._order = permute(np.arange(len(self._buffer)), len(self._buffer), seed, self.filling)
         self._converted = {}
-
-    def _find_shard(self, epoch: int, turn: int) -> Shard | None:
-        """Find the shard of a stream's turn in an epoch; None: its share of the epoch is done."""
-        place, num_shards = self.number + turn * self.num_streams, len(self.source.shards)
-        if place >= num_shards:
-            return None
-        return self.source.shards[int(permute(np.array(place), num_shards, derive_seed(self.seed, "shards"), epoch))]
-
-    def _read(self) -> Iterator[tuple[str, Any] | None]:
-        """Iterate over the places and rows of the stream from its head on, without an end; None: an epoch ends."""
-        num_rows = int(self._head[1:] != (0, 0))  # since an epoch began, of which some may have been read before
-        while True:
-            epoch, turn, offset = self._head
-            shard = self._find_shard(epoch, turn)
-            if shard is None:
-                if not num_rows and turn:
-                    raise UsageError(
-                        f"{self.source.name}: the shards of stream {self.number} hold no row that can be used in a whole "
-                        "epoch: give other shards, or fewer streams (--num_streams)"
-                    )
-                self._head, num_rows = (epoch + 1, 0, 0), 0
-                yield None
-                continue
-            try:
-                for end, place, values in self.source.read(shard, offset):
-                    self._head = epoch, turn, end
-                    row = values if isinstance(values, BadRow) else self.source.keep(values)
-                    if isinstance(row, BadRow):
-                        self._leave_out(place, row)
-                    elif row is not None:
-                        num_rows += 1
-                        yield place, row
-            except DamagedShard as error:
-                self._leave_out("", f"{error}; the rest of it is not read")
-            self._head = epoch, turn + 1, 0
-
-    def _leave_out(self, place: str, why: str) -> None:
-        text = f"{place}: {why}" if place else why
-        if self.source.on_bad_row == "refuse":
-            raise UsageError(f"{text.rstrip('.')}; --on_bad_row skip leaves out what cannot be used")
-        if not self.left_out[text]:  # once, also where the stream went back
-            warn(f"left out: {text}")
-        self.left_out[text] += 1
 
 
 @functools.lru_cache(8)
@@ -270,7 +278,7 @@ class Streams:
         for number, source in enumerate(sources):
             count = min(num_streams, len(source.shards))
             own_seed = derive_seed(seed, "source", number)
-            self.streams.append([Stream(source, place, count, buffer_size, own_seed) for place in range(count)])
+            self.streams.append([Stream(Rows(source, place, count, own_seed), buffer_size) for place in range(count)])
         self._firsts = np.cumsum([0, *map(len, self.streams)]).tolist()
         self._mixture_seed = derive_seed(seed, "mixture")
         self._starts: dict[int, Mark] = {}
@@ -312,7 +320,7 @@ class Streams:
     def list_marks(self) -> dict[int, list[int]]:
         """List the places of all streams that have been read here: number -> integers of `Mark`."""
         return {
-            self._firsts[source] + stream.number: list(stream.mark)
+            self._firsts[source] + stream.rows.number: list(stream.mark)
             for source, streams in enumerate(self.streams)
             for stream in streams
             if stream.index
@@ -324,7 +332,7 @@ class Streams:
         self._marks = {}
         for source, streams in enumerate(self.streams):
             for stream in streams:
-                stream.seek(self._starts.get(self._firsts[source] + stream.number, Mark()))
+                stream.seek(self._starts.get(self._firsts[source] + stream.rows.number, Mark()))
 
     @functools.cached_property
     def fingerprint(self) -> str:
