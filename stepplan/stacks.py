@@ -57,6 +57,7 @@ class Stack:
         is_fused: whether queries, keys and values are one matrix.
         extra_layer: parameters of a layer that the other fields do not count.
         num_outside: parameters outside the layers: positions, a stem, normalisations.
+        num_unreached: parameters, of all, that no loss reaches, so that they are not trained: a head that nobody asks.
         outside_flops: of a sample's forward outside the layers.
         outside_bytes: bytes that a sample saves outside the layers.
         dropouts, activation_dropout, attention_dropout: whether there is such a dropout, which keeps a mask.
@@ -84,6 +85,7 @@ class Stack:
     is_fused: bool = False
     extra_layer: int = 0
     num_outside: int = 0
+    num_unreached: int = 0
     outside_flops: int = 0
     outside_bytes: tuple[int, int] = (0, 0)
     dropouts: bool = False
@@ -154,7 +156,7 @@ class Stack:
     @property
     def num_trained(self) -> int:
         """Parameters that have gradients."""
-        return self.num_adapter + self.num_base * self.is_trained
+        return self.num_adapter + (self.num_base - self.num_unreached) * self.is_trained
 
     @property
     def weight_bytes(self) -> int:

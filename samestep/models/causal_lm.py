@@ -28,7 +28,7 @@ from samestep._internals.transformers_models import (
 )
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, packing, quantization, saved_causal_lm, sequences, stop_tokens
+from samestep.models import adapters, cpu_matmul, freezing, packing, quantization, saved_causal_lm, sequences, stop_tokens
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
@@ -211,6 +211,9 @@ class CausalLmSums(SummedLosses):
         stop_tokens.add(model, source)
         if recipe.base_quantization is not None:
             notes.append(importlib.import_module(NF4).quantize_base(model, recipe.modules_to_save))
+        frozen = getattr(recipe, "freeze", None)
+        if frozen and recipe.lora_rank is None:
+            freezing.freeze_modules(model, frozen)
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
             dtype = adapters.find_base_dtype(recipe)
@@ -218,6 +221,8 @@ class CausalLmSums(SummedLosses):
                 quantization.hold_base(model, dtype)
         objective, terms = recipe.objective, tuple(recipe.loss_weights)
         sums = cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
+        if recipe.images:
+            notes.append(freezing.describe_trained(model))
         sums.notes = [*sums.notes, *notes]
         return sums
 

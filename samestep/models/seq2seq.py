@@ -5,7 +5,7 @@ the logits, which have a row for each target, only a part exists at any time.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import recompute_activations, shift_right, supports_sdpa
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, saved_seq2seq
+from samestep.models import adapters, cpu_matmul, freezing, saved_seq2seq
 from samestep.models.dropout_by_call import Calls, DropoutByCall, call_functions
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -41,20 +41,27 @@ LAYER_DROP = ("encoder_layerdrop", "decoder_layerdrop")
 """Fields of a config: probability of leaving out a layer, for all samples of a forward."""
 
 
-def build_model(recipe: Seq2SeqFineTuning, source: Any = None) -> tuple[PreTrainedModel, list[str]]:
+def build_model(
+    recipe: Seq2SeqFineTuning, source: Any = None, shape: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedModel, list[str]]:
     """Build a recipe's model in float32, and say in lines what of its configuration is not as it was.
 
     Args:
         recipe: decides the shape, or the weights to start from.
         source: with a `tokenizer`, whose tokens the vocabulary must hold; None: the recipe decides.
+        shape: fields of a configuration of transformers, of random weights; None: the recipe decides.
 
     Raises:
         UsageError: no such architecture, or weights that cannot be loaded; too few tokens or positions.
     """
-    tokenizer, path = getattr(source, "tokenizer", None), adapters.find_start(recipe)[0]
+    tokenizer = getattr(source, "tokenizer", None)
+    path = None if shape is not None else adapters.find_start(recipe)[0]
     name = f"architecture {recipe.architecture}" if path is None else f"model_name_or_path {path}"
     try:
-        config = make_config(recipe, tokenizer) if path is None else AutoConfig.from_pretrained(path)
+        if shape is not None:
+            config = AutoConfig.for_model(**shape)
+        else:
+            config = make_config(recipe, tokenizer) if path is None else AutoConfig.from_pretrained(path)
     except UsageError:
         raise
     except Exception as error:  # of any kind: network, names, files of others, rules of architectures
@@ -184,13 +191,20 @@ class Seq2SeqSums(SummedLosses):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     @classmethod
-    def from_recipe(cls, recipe: Seq2SeqFineTuning, source: Any = None) -> Self:
+    def from_recipe(
+        cls, recipe: Seq2SeqFineTuning, source: Any = None, shape: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Build the model of a recipe; arguments as of `build_model`."""
         model: Any
-        model, notes = build_model(recipe, source)
+        model, notes = build_model(recipe, source, shape)
         if source is not None:
             saved_seq2seq.choose_generation(model, source)
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
+        elif recipe.freeze:
+            freezing.freeze_modules(model, recipe.freeze)
+        if recipe.freeze:
+            notes.append(freezing.describe_trained(model))
         sums = cls(model, recipe.label_smoothing)
         sums.notes = [*notes, *sums.notes]
         return sums
