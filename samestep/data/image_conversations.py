@@ -131,6 +131,10 @@ class ImageRenderer(Renderer):
             self.image_ids |= self.special_ids.intersection(super()._encode(text))
         return written
 
+    def encode_images(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Encode what the processor writes for each of a row's images, int [tokens]."""
+        return [np.array(super(ImageRenderer, self)._encode(text), np.int64) for text in self._write_images(names)]
+
     def keeps_images(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]], max_length: int) -> bool:
         return not any(np.isin(tokens[max_length:], list(self.image_ids)).any() for tokens, _ in sequences)
 
@@ -206,6 +210,21 @@ class ImageConversations(Conversations):
         """Make the pixels of samples, in the order of their images, and what belongs to them; nothing without images."""
         inputs = [self._make_pixels(sample_id) for sample_id in sample_ids]
         return join_pixels([values for values in inputs if values])
+
+    def locate_images(self, sample_id: int) -> list[tuple[str, int, int]]:
+        """Locate the images of a sample: each as `row_images.read_image` names it, and its first token and the one behind it.
+
+        An image whose tokens cannot be told from the text around them has no length.
+        """
+        names, tokens = self._list_images(int(self.places[sample_id])), self.draw(0, sample_id).tokens
+        found, start = [], 0
+        for name, own in zip(names, self.renderer.encode_images(names), strict=True):
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[start:], len(own)) if len(own) else tokens[:0]
+            places = np.flatnonzero((windows == own).all(1)) if 0 < len(own) <= len(tokens) - start else tokens[:0]
+            first = start + (int(places[0]) if len(places) else 0)
+            start = first + len(own) * bool(len(places))
+            found.append((name, first, start))
+        return found
 
     def _make_pixels(self, sample_id: int) -> dict[str, torch.Tensor]:
         place = int(self.places[sample_id])
