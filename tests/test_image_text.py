@@ -290,60 +290,6 @@ def test_images_are_named_where_only_text_is_trained(rows):
     assert ["set images to true" in problem.reason for problem in problems] == [True, True]
 
 
-def save_odd(folder: Path) -> dict[str, str | None]:
-    """Save images of many kinds; return name -> what is said of those that cannot be used."""
-    odd: dict[str, str | None] = {}
-
-    def keep_image(name: str, image: Image.Image, **options) -> None:
-        image.save(folder / name, **options)
-        odd[name] = None
-
-    keep_image("cmyk.jpg", IMAGE.convert("CMYK"))
-    keep_image("grey.png", IMAGE.convert("L"))
-    keep_image("alpha.png", IMAGE.convert("RGBA"))
-    keep_image("palette.gif", IMAGE.convert("P"))
-    keep_image("clear.png", IMAGE.convert("P"), transparency=0)
-    keep_image("animated.gif", IMAGE, save_all=True, append_images=[Image.new("RGB", IMAGE.size)])
-    keep_image("wide.png", Image.fromarray(np.full((30, 20), 40000, np.uint16)))
-    keep_image("bit.png", IMAGE.convert("1"))
-    keep_image("point.png", Image.new("RGB", (1, 1), (1, 2, 3)))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    keep_image("turned.jpg", IMAGE, exif=exif)
-    (folder / "named.txt").write_bytes((folder / "grey.png").read_bytes())
-    odd["named.txt"] = None
-    (folder / "empty.png").write_bytes(b"")
-    (folder / "text.png").write_text("no image")
-    (folder / "cut.png").write_bytes((folder / "alpha.png").read_bytes()[:60])
-    Image.new("1", (20000, 20000)).save(folder / "bomb.png")
-    odd |= {
-        "empty.png": "not an image",
-        "text.png": "not an image",
-        "cut.png": "cannot be decoded",
-        "gone.png": "No such file",
-    }
-    return odd | {"bomb.png": "decompression bomb"}
-
-
-def test_odd_images_are_used_or_said_in_one_line_each(train, write_flags, base, tmp_path):
-    """With --on_bad_row skip; nothing is lost."""
-    odd = save_odd(tmp_path)
-    file = tmp_path / "odd.jsonl"
-    lines = [json.dumps({"image": name, "question": "what?", "answer": name}) + "\n" for name in odd]
-    file.write_text("".join(lines), encoding="utf-8")
-    more = f"--train_file {file} --max_train_steps 2 --on_bad_row"
-    folder = train("run", write_flags(base("llava"), f"{more} skip"), program=PROGRAM)
-    skipped = [json.loads(line) for line in (folder / "skipped_rows.jsonl").read_text().splitlines()]
-    bad = [name for name, fault in odd.items() if fault is not None]
-    assert [row["place"] for row in skipped] == [f"{file}:{list(odd).index(name) + 1}" for name in bad]
-    for name, row in zip(bad, skipped, strict=True):
-        assert odd[name] in row["reason"], row
-    assert json.loads((folder / "all_results.json").read_text())["train_samples"] == len(odd) - len(bad)
-    with pytest.raises(UsageError) as raised:
-        train("refused", write_flags(base("llava"), f"{more} refuse"), program=PROGRAM)
-    assert sum(str(problem).count("the image") for problem in raised.value.problems) >= 3
-
-
 def test_an_image_is_never_cut(finetune, base):
     """A row whose image the cut would reach is left out, and the log says so."""
     folder = finetune("run", base("qwen2_5_vl"), "--max_seq_length 40 --truncation cut --max_train_steps 1")
