@@ -59,7 +59,8 @@ def seq2seq_finetuning(recipe: Seq2SeqFineTuning) -> EncoderDecoder:
     frozen = set(recipe.freeze or ())
     if unknown := frozen - {"encoder"}:
         raise UsageError(f"freeze names {', '.join(sorted(unknown))}, but of its parts only encoder is planned: leave it out")
-    return stacks.adapt(model, method, trains_encoder="encoder" not in frozen)
+    options = {"trains_encoder": "encoder" not in frozen, "shares_embedding": recipe.modality == "text"}
+    return stacks.adapt(model, method, **options)
 
 
 def config_from_recipe(recipe: Seq2SeqFineTuning) -> dict[str, Any]:

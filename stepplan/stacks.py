@@ -63,7 +63,8 @@ class Stack:
         dropouts, activation_dropout, attention_dropout: whether there is such a dropout, which keeps a mask.
         has_score_bias: whether self-attention adds a bias of distances to its scores, which are stored, in float32.
         stores_scores: whether all attention stores its matrices, as eager attention does.
-        is_trained: whether its weights are; a stack that is neither trained nor adapted saves nothing.
+        is_trained: whether its weights are; a stack that is neither trained nor adapted saves nothing,
+        passes_gradient: unless the gradient goes through it to what is trained below.
         method: adapters on it; None: there are none.
         names: of its modules, as `NAMES`.
     """
@@ -94,6 +95,7 @@ class Stack:
     has_score_bias: bool = False
     stores_scores: bool = False
     is_trained: bool = True
+    passes_gradient: bool = False
     method: Tuning | None = None
     names: tuple[str, ...] = NAMES
 
@@ -170,7 +172,7 @@ class Stack:
     @property
     def is_passed(self) -> bool:
         """Whether the backward goes through the layers."""
-        return self.is_trained or self.num_adapter > 0
+        return self.is_trained or self.num_adapter > 0 or self.passes_gradient
 
     # -----------------------------------------------------------------------------------------------------------------
     # Work
@@ -480,18 +482,22 @@ class EncoderDecoder:
         )
 
 
-def adapt(model: EncoderDecoder, method: Tuning, *, trains_encoder: bool = True) -> EncoderDecoder:
+def adapt(
+    model: EncoderDecoder, method: Tuning, *, trains_encoder: bool = True, shares_embedding: bool = False
+) -> EncoderDecoder:
     """Return the model with a part of it trained.
 
     Args:
         model: all of which is trained.
         method: adapters; of rank None: all weights.
         trains_encoder: whether the encoder is trained, or adapted, too; else it is frozen.
+        shares_embedding: whether a frozen encoder reads the embedding of the decoder, which is trained without adapters.
     """
     encoder, decoder = (
         stack if method.rank is None else dataclasses.replace(stack, is_trained=False, method=method)
         for stack in (model.encoder, model.decoder)
     )
     if not trains_encoder:
-        encoder = dataclasses.replace(model.encoder, is_trained=False)
+        passes = shares_embedding and method.rank is None
+        encoder = dataclasses.replace(model.encoder, is_trained=False, passes_gradient=passes)
     return dataclasses.replace(model, encoder=encoder, decoder=decoder)

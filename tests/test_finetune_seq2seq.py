@@ -121,7 +121,7 @@ def check(folder: Path, truth, bound: float) -> None:
     assert relative(ours, theirs) < bound
 
 
-CUTS = [(name, cut) for name in FAMILIES for cut in (NUM, 4, 1)]
+CUTS = [(name, cut) for name in FAMILIES for cut in (NUM, 8, 5, 4, 2, 1)]
 
 
 @pytest.mark.parametrize(("name", "cut"), keep(CUTS, [(name, 4) for name in FAMILIES]))
@@ -181,6 +181,32 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
     for name, other in alone.items():
         bound = 0 if name == "exact" else 1e-10
         assert relative(parameters(folder / program / name), parameters(other)) <= bound, name
+
+
+@pytest.mark.distributed
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["", " --lora_rank 2 --lora_alpha 4", " --freeze encoder"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_rest_of_an_epoch_and_a_process_without_samples(train_on, train, folders, pairs, name, way):
+    """Steps of 5, 5 and 3 samples, and of 2 on 3 processes; with adapters, and with a part frozen; resumed on more processes."""
+    program = "finetune_seq2seq"
+
+    def write(batch: int, cut: int) -> str:
+        more = flags(name, folders, pairs, cut).replace(f"batch_size {NUM}", f"batch_size {batch}")
+        return f"{more} --epoch_end keep{way}"
+
+    whole, least = (train(f"of_{batch}", write(batch, batch), program=program) for batch in (5, 2))
+    assert [line["samples"] for line in metrics(whole)] == [5, 5, 3]
+    saving = f"{write(5, 2)} --checkpointing_steps 1"
+    train(f"{program}/resumed", f"{saving} --stop_after_step 1", program=program)
+    runs = {"processes": write(5, 1), "idle": write(2, 1), "resumed": f"{saving} --resume_from_checkpoint latest"}
+    folder = train_on(3, {f"{program}/{key}": more for key, more in runs.items()}) / program
+    for key, truth in (("processes", whole), ("resumed", whole), ("idle", least)):
+        losses = [[line["loss"] for line in metrics(path)] for path in (folder / key, truth)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-11)
+        assert relative(parameters(folder / key), parameters(truth)) < 1e-12, key
+    folder = train_on(2, {f"{program}/sharded": write(5, 2)}, "fsdp2_2xcpu") / program
+    assert relative(parameters(folder / "sharded"), parameters(whole)) < 1e-12
 
 
 @pytest.mark.rooms

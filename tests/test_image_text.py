@@ -21,9 +21,11 @@ from samestep._internals.image_processors import load_processor
 from samestep.data import conversation_rows, conversations, row_images
 from samestep.data.builtin import drawn_images
 from samestep.errors import UsageError, exit_code
+from samestep.pages import find_policy
 from samestep.recipe.catalog import load
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 from samestep.recipe.tasks.conversation_images import IMAGE_SHAPE
+from samestep.recipe.tasks.freezing import ROLES
 
 PROGRAM = "finetune_causal_lm"
 LOADED = [family for family in FAMILIES if family != "smolvlm"]  # whose processor needs torchvision
@@ -321,6 +323,39 @@ def test_two_processes_take_the_same_step(train_on, finetune, write_flags, base,
     check(folder / PROGRAM / "cut", whole, "float32" if family in BOUNDS else "float64")
 
 
+CUTS = ("4", "3", "2", "1", "3 --gradient_checkpointing")
+"""Samples of a micro-batch, beside the whole step's 5."""
+WAYS = {"whole": "", "adapters": "--lora_rank 2 --lora_alpha 4"}
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", LOADED)
+def test_the_grid_of_cuts_and_processes(train_on, finetune, write_flags, base, family, way):
+    """Steps of 5, 3 (the rest of an epoch) and 5 samples in 6 cuts; on 1, 2 and 3 processes, of which one may have none, with
+    divided weights, and resumed on more."""
+    kind, folder = "float32" if family in BOUNDS else "float64", base(family)
+    more = f"--validation_fraction 0.3 --epoch_end keep {WAYS[way]} --per_device_train_batch_size"
+    few = f"--global_batch_size 2 --learning_rate_batch_size 2 {more}"
+    whole, least = finetune("whole", folder, f"{more} 5"), finetune("least", folder, f"{few} 2")
+    assert [line["samples"] for line in metrics(whole)] == [5, 3, 5]
+    for number, cut in enumerate(CUTS):
+        check(finetune(f"cut_{number}", folder, f"{more} {cut}"), whole, kind)
+    saving = f"{more} 2 --checkpointing_steps 1 --lr_num_steps 3"
+    finetune(f"{PROGRAM}/resumed", folder, f"{saving} --max_train_steps 1")
+    saving += " --resume_from_checkpoint latest"
+    flags = {"processes": f"{more} 1", "idle": f"{few} 1", "resumed": saving}
+    runs = train_on(3, {f"{PROGRAM}/{name}": write_flags(folder, text) for name, text in flags.items()})
+    check(runs / PROGRAM / "processes", whole, kind)
+    check(runs / PROGRAM / "resumed", whole, kind)
+    check(runs / PROGRAM / "idle", least, kind)
+    runs = train_on(2, {f"{PROGRAM}/two": write_flags(folder, f"{more} 2")})
+    check(runs / PROGRAM / "two", whole, kind)
+    runs = train_on(2, {f"{PROGRAM}/sharded": write_flags(folder, f"{more} 1")}, "fsdp2_2xcpu")
+    check(runs / PROGRAM / "sharded", whole, kind)
+
+
 LORA = {
     "language": "--lora_targets language_model.layers.0.self_attn.q_proj language_model.layers.1.mlp.down_proj",
     "projector": "--lora_targets linear_1 linear_2",
@@ -335,6 +370,82 @@ def test_adapters_take_the_same_step_in_every_cut(finetune, base, targets):
     whole = finetune("whole", base("llava"), f"{more} --per_device_train_batch_size 5")
     assert all(line["grad_norm"] > 0 for line in metrics(whole))
     check(finetune("cut", base("llava"), f"{more} --per_device_train_batch_size 2"), whole, "float64")
+
+
+def make_sums(base: Path, rows: Path, **changes):
+    """Make the data and the model of a run on a base, by the program's own code."""
+    fields = dict.fromkeys(NONE) | {"model_name_or_path": str(base), "train_file": [str(rows)]}
+    recipe = load("sft_small_cpu", fields | {"images": True, "validation_fraction": 0.0} | changes)
+    source, _ = conversations.build(recipe)
+    return source, recipe.parts.find("model").from_recipe(recipe, source)
+
+
+@pytest.mark.parametrize("family", keep(LOADED, ["llava", "qwen3_vl"]))
+def test_a_frozen_tower_stays_and_costs_no_gradient(finetune, base, rows, family):
+    """The same step in every cut; its projector, which in Qwen is inside of it, and the text are trained."""
+    more = "--validation_fraction 0.3 --freeze vision_tower --per_device_train_batch_size"
+    whole = finetune("whole", base(family), f"{more} 5")
+    check(finetune("cut", base(family), f"{more} 2"), whole, "float32" if family in BOUNDS else "float64")
+    source, sums = make_sums(base(family), rows, freeze=["vision_tower"])
+    model, saved = sums.causal_lm, []
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    sizes = [(p.numel(), name in frozen) for name, p in model.named_parameters()]
+    trained = sum(size for size, is_frozen in sizes if not is_frozen)
+    assert f"{trained:,} of {sum(size for size, _ in sizes):,} parameters are trained" in sums.notes
+    # What changed in the run: nothing of the tower, something of the projector and of the text
+    before, after = (
+        dict(AutoModelForImageTextToText.from_pretrained(folder).named_parameters()) for folder in (base(family), whole)
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert frozen
+    assert not frozen & changed
+    kinds = [{role for role, names in ROLES.items() if set(name.split(".")) & set(names)} for name in changed]
+    assert any("projector" in kind for kind in kinds)
+    assert any("language_model" in kind for kind in kinds)
+    assert all("projector" in kind for kind in kinds if "vision_tower" in kind)
+    # No output of a frozen layer has a gradient
+    layers = [module for name, module in model.named_modules() if f"{name}.weight" in frozen]
+    handles = [layer.register_forward_hook(lambda _, __, output: saved.append(output.requires_grad)) for layer in layers]
+    batch = {name: value for name, value in source.collate([source.draw(0, 0)]).items() if name != "counts"}
+    sums(**batch)[0].sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert saved
+    assert not any(saved)
+    assert all((p.grad is None) == (name in frozen) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", keep(LOADED, ["llava"]))
+def test_adapters_are_only_where_nothing_is_frozen(base, rows, family):
+    """On language model, projector or tower, whatever their layers are called."""
+    for part in ROLES:
+        freeze = [role for role in ROLES if role != part]
+        try:
+            _, sums = make_sums(base(family), rows, freeze=freeze, lora_rank=2, lora_alpha=4)
+        except UsageError:  # the projector of Gemma 3 is one matrix that is no layer
+            assert (family, part) == ("gemma3", "projector")
+            continue
+        names = [name for name, parameter in sums.model.named_parameters() if parameter.requires_grad]
+        assert names
+        for name in names:
+            assert "lora_" in name
+            kind = {role for role, others in ROLES.items() if set(name.split(".")) & set(others)}
+            assert part in kind
+            assert part != "vision_tower" or "projector" not in kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"freeze": ["towr"]}, "freeze names towr, but LlavaForConditionalGeneration has no such module: give some of"),
+        ({"freeze": [*ROLES]}, "which is all of the model: leave a part to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_said_in_one_line(base, rows, changes, message):
+    with pytest.raises(UsageError) as raised:
+        make_sums(base("llava"), rows, **changes)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,6 +483,7 @@ def test_a_llava_of_random_weights_takes_the_same_step_in_every_cut(train):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ("--images false --freeze vision_tower", "freeze is ('vision_tower',), but images is false"),
         ("--architecture llama", "with random weights only llava is made"),
         ("--image_size none", "image_size is None"),
         ("--image_patch_size 7", "image_patch_size 7 does not divide it"),
@@ -387,13 +499,11 @@ def test_recipes_that_cannot_be_are_refused_in_words(flags, problem, train, tmp_
 
 
 def test_recipes_without_images_have_the_fingerprints_of_earlier_versions():
+    for name in ("vlm_small_cpu", "seq2seq_small_cpu"):
+        assert "freeze" not in load(name).decisive_fields()
+        assert load(name, {"freeze": ["encoder"]}).fingerprint != load(name).fingerprint
     assert not {"images", *IMAGE_SHAPE} & load("sft_small_cpu").decisive_fields().keys()
     assert load("vlm_small_cpu").decisive_fields().keys() >= {"images", *IMAGE_SHAPE}
-
-
-def test_a_plan_says_that_towers_are_not_counted(capsys):
-    assert exit_code(lambda: cli.main(["plan", "vlm_small_cpu"])) == 2
-    assert "no formula here counts the tower of images of vlm_small_cpu" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -426,3 +536,42 @@ def test_a_resumed_run_on_two_processes_is_the_same(train_on, finetune, write_fl
     finetune(f"{PROGRAM}/cut", base("llava"), f"{flags} --max_train_steps 1")
     folder = train_on(2, {f"{PROGRAM}/cut": write_flags(base("llava"), f"{flags} --resume_from_checkpoint latest")})
     check(folder / PROGRAM / "cut", whole, "float64")
+
+
+@pytest.mark.rooms
+@pytest.mark.parametrize("family", keep(LOADED, ["llava", "idefics3"]))
+def test_samples_are_shown_with_their_images(base, rows, family):
+    """Each where it stands in the text, in small on a page; what is trained is text."""
+    from samestep.contrib.showing.page import write_page
+    from samestep.contrib.showing.texts import read_sequences, show_samples
+
+    source, _ = make_sums(base(family), rows)
+    text = "\n".join(show_samples(source, len(NUMBERS)))
+    for row, number in enumerate(NUMBERS):
+        (sequence,) = read_sequences(source, row, with_copies=True)
+        images = [part for part in sequence.parts if part.image]
+        assert len(images) == number
+        for place, part in enumerate(images):
+            with Image.open(rows.parent / f"{row}_{place}.png") as image:
+                name = f"image {place + 1}: {row}_{place}.png, {image.width} x {image.height} pixels, "
+            assert part.text.startswith(f"[{name}")
+            assert not part.is_trained
+            assert name in text
+        words = "".join(part.text for part in sequence.parts)
+        assert words.count("Which colours?") == row + 1
+        assert source.processor.image_token not in words
+        trained = "".join(part.text for part in sequence.parts if part.is_trained)
+        assert trained.count("<|im_end|>") == 1 + (number > 2)
+    page = write_page(source.recipe, source, None, len(NUMBERS))
+    assert page.count('<img src="data:image/png;base64,') == sum(NUMBERS)
+    assert "img-src data:" in find_policy(page)
+
+
+@pytest.mark.rooms
+def test_the_command_shows_images(capsys, tmp_path):
+    words = f"show-data vlm_small_cpu --num_train_samples 40 --num_validation_samples 4 --html {tmp_path / 'data.html'}"
+    assert exit_code(lambda: cli.main(words.split())) == 0
+    assert "wrote " in capsys.readouterr().out
+    page = (tmp_path / "data.html").read_text(encoding="utf-8")
+    assert page.count("<img ") >= 3
+    assert "image 1: in the row, 32 x 32 pixels, 16 tokens" in page

@@ -29,6 +29,8 @@ def find_frozen_modules(model: nn.Module, freeze: Collection[str] | None) -> set
 def freeze_modules(model: nn.Module, freeze: Collection[str] | None) -> None:
     """Freeze the weights of the modules that a recipe names, in place.
 
+    Weights that another module has, too, such as an embedding that encoder and decoder share, stay trained.
+
     Args:
         model: of transformers, without adapters.
         freeze: of the recipe.
@@ -36,10 +38,13 @@ def freeze_modules(model: nn.Module, freeze: Collection[str] | None) -> None:
     Raises:
         UsageError: a name that no module has, or nothing is left to train.
     """
+    frozen = find_frozen_modules(model, freeze)
     modules = dict(model.named_modules())
-    for name in find_frozen_modules(model, freeze):
-        for parameter in modules[name].parameters(recurse=False):
-            parameter.requires_grad_(False)
+    own = {name: list(module.parameters(recurse=False)) for name, module in modules.items()}
+    others = {id(parameter) for name, parameters in own.items() if name not in frozen for parameter in parameters}
+    for name in frozen:
+        for parameter in own[name]:
+            parameter.requires_grad_(id(parameter) in others and parameter.requires_grad)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"freeze names {', '.join(freeze or ())}, which is all of the model: leave a part to train")
 
