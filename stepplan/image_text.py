@@ -88,7 +88,8 @@ def count_patches(config: Config, height: int, width: int, processor: Config | N
         return Picture(1, each, config["mm_tokens_per_image"])
     if kind == "llava":
         has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
-        return Picture(1, each + has_class, each + (config.get("vision_feature_select_strategy") == "full"))
+        left_out = config.get("vision_feature_select_strategy") != "full"  # the first one, a class or not
+        return Picture(1, each + has_class, each + has_class - left_out)
     if kind == "internvl":
         tiles = _count_tiles(height, width, size, options["min_patches"], options["max_patches"])
         tiles += tiles > 1
@@ -192,6 +193,7 @@ def _vit(vision: Config, patches: int, seen: float, outside: int, **more: Any) -
         activation=vision.get("hidden_act", "gelu"),
         num_outside=stem + outside,
         outside_flops=2 * stem * patches,
+        input_flops=2 * stem * patches,
         outside_bytes=(8 * h * patches, 8 * h * patches),
         **more,
     )

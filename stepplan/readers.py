@@ -52,7 +52,9 @@ def seq2seq_finetuning(recipe: Seq2SeqFineTuning) -> EncoderDecoder:
     found = model_from_config(config, lengths[0], name=name, target_length=lengths[1])
     if not isinstance(found, EncoderDecoder):
         raise base_models.UnknownShapeError(f"{name} has no encoder with a decoder behind it: give another one")
-    model = dataclasses.replace(found, chunked_head=True, eager_attention=any(_find_dropouts(config).values()))
+    stacks_of = {part: dataclasses.replace(getattr(found, part), is_padded=True) for part in ("encoder", "decoder")}
+    has_dropout = any(_find_dropouts(config).values())
+    model = dataclasses.replace(found, **stacks_of, chunked_head=True, eager_attention=has_dropout)
     method = Tuning(rank=recipe.lora_rank, targets=tuple(recipe.lora_targets))
     if recipe.lora_rank is not None and recipe.lora_rank > model.hidden_size:
         raise UsageError(f"lora_rank is {recipe.lora_rank:,}, above the width {model.hidden_size:,} of {name}: lower it")

@@ -107,8 +107,10 @@ def make_config(recipe: Seq2SeqFineTuning, tokenizer: Any = None) -> PreTrainedC
         values["d_kv"] = fields["hidden_size"] // fields["num_attention_heads"]
     if hasattr(default, "max_source_positions"):
         values["max_source_positions"] = recipe.max_source_length
-    if tokenizer is None:
-        return AutoConfig.for_model(recipe.architecture, **values, vocab_size=recipe.vocab_size)
+    if tokenizer is None:  # which token begins a target makes no difference to what is traced
+        ids = ("decoder_start_token_id", "pad_token_id", "bos_token_id", "eos_token_id")
+        values |= {"vocab_size": recipe.vocab_size, **dict.fromkeys(ids, 0)}
+        return AutoConfig.for_model(recipe.architecture, **values)
     values["vocab_size"] = max(recipe.vocab_size or 0, len(tokenizer))
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     starts_with_end = getattr(default, "decoder_start_token_id", None) == default.eos_token_id
