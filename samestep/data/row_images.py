@@ -183,7 +183,7 @@ def mark_of(name: str) -> tuple[Any, ...]:
         return (name,)
     try:
         status = os.stat(name)
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have, too
         return (name,)
     return name, status.st_size, status.st_mtime_ns
 
