@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import keep
 from common import metrics, samples_of_steps
-from compare import check, relative
+from compare import check, parameters, relative
 from image_bases import FAMILIES, save_image_base
 from PIL import Image
 from transformers import AutoModelForImageTextToText, pipeline
@@ -325,6 +325,9 @@ def test_two_processes_take_the_same_step(train_on, finetune, write_flags, base,
 
 CUTS = ("4", "3", "2", "1", "3 --gradient_checkpointing")
 """Samples of a micro-batch, beside the whole step's 5."""
+ROUNDED = 2**-20
+"""Relative error of a step by 3 processes: all families compute norms in float32, also of float64, so that a gradient that is
+multiplied by 3, and divided by it, is rounded in them; by 2 it is not."""
 WAYS = {"whole": "", "adapters": "--lora_rank 2 --lora_alpha 4"}
 
 
@@ -347,9 +350,10 @@ def test_the_grid_of_cuts_and_processes(train_on, finetune, write_flags, base, f
     saving += " --resume_from_checkpoint latest"
     flags = {"processes": f"{more} 1", "idle": f"{few} 1", "resumed": saving}
     runs = train_on(3, {f"{PROGRAM}/{name}": write_flags(folder, text) for name, text in flags.items()})
-    check(runs / PROGRAM / "processes", whole, kind)
-    check(runs / PROGRAM / "resumed", whole, kind)
-    check(runs / PROGRAM / "idle", least, kind)
+    for name, truth in (("processes", whole), ("resumed", whole), ("idle", least)):
+        losses = [[line["loss"] for line in metrics(path)] for path in (runs / PROGRAM / name, truth)]
+        assert losses[0] == pytest.approx(losses[1], rel=ROUNDED), name
+        assert relative(parameters(runs / PROGRAM / name), parameters(truth)) < ROUNDED, name
     runs = train_on(2, {f"{PROGRAM}/two": write_flags(folder, f"{more} 2")})
     check(runs / PROGRAM / "two", whole, kind)
     runs = train_on(2, {f"{PROGRAM}/sharded": write_flags(folder, f"{more} 1")}, "fsdp2_2xcpu")

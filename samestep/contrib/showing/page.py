@@ -68,7 +68,9 @@ def write_page(recipe: Recipe, train: Source, held_out: Source | None, num_sampl
             y=pages.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
             quantiles=[int(value) for value in np.quantile(lengths, [0, 0.5, 1], method="nearest")],
             sources=_describe_sources(train, held_out, lengths, num_trained),
-            mixture=[] if report is None else [*zip(name_sources([*train.weights]), train.list_mixture(), strict=True)],
+            mixture=[]
+            if isinstance(train, Pairs) or not train.mixture
+            else [*zip(name_sources([*train.weights]), train.list_mixture(), strict=True)],
         )
     )
 
