@@ -12,6 +12,7 @@ from compare import parameters, relative
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from samestep.data import seq2seq
+from samestep.errors import UsageError
 from samestep.recipe.catalog import load
 from samestep.training.checkpoint import checkpoints, read
 
@@ -261,3 +262,19 @@ def test_evaluations_by_kind_and_the_best_model(train):
     assert [line["eval_loss"] for line in evaluations(other)] == pytest.approx(
         [line["eval_loss"] for line in lines], rel=1e-4
     )
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_the_first_step(train, folders, pairs, tmp_path):
+    """LED masks padding with a number of float32, which float64 makes infinite."""
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 60, "attention_window": [8, 8]}
+    sizes |= {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "init_std": 0.1}
+    tokenizer = AutoTokenizer.from_pretrained(folders["bart"])
+    config = AutoConfig.for_model("led", **sizes, decoder_start_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(3)
+    for part in (AutoModelForSeq2SeqLM.from_config(config), tokenizer):
+        part.save_pretrained(tmp_path / "led")
+    more = {dtype: flags("led", {"led": tmp_path / "led"}, pairs, 4, dtype=dtype) for dtype in ("float32", "float64")}
+    assert all(line["loss"] > 0 for line in metrics(train("led", more["float32"], program="finetune_seq2seq")))
+    with pytest.raises(UsageError, match="dtype is float64, but the gradient of LEDForConditionalGeneration is not finite"):
+        train("refused", more["float64"], program="finetune_seq2seq")

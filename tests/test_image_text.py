@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -454,6 +455,20 @@ def test_what_cannot_be_frozen_is_said_in_one_line(base, rows, changes, message)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawn images, and a model with random weights
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "video_preprocessor_config.json"])
+def test_the_part_for_videos_is_saved_as_it_was(base, tmp_path, name):
+    """It is loaded only where torchvision is, and is not lost on machines without it."""
+    folder, videos = tmp_path / "base", {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2}
+    shutil.copytree(base("qwen2_5_vl"), folder)
+    path = folder / name
+    whole = videos if name.startswith("video") else json.loads(path.read_text()) | {"video_processor": videos}
+    path.write_text(json.dumps(whole))
+    load_processor(str(folder)).save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "processor_config.json").read_text())["video_processor"] == videos
+    again = load_processor(str(tmp_path / "saved"))
+    assert type(again) is type(load_processor(str(base("qwen2_5_vl"))))
 
 
 def test_drawn_images_are_decided_by_seed_and_number():

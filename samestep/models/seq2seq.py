@@ -309,10 +309,38 @@ class Seq2SeqSums(SummedLosses):
                 "choose another model"
             )
 
+    def _check_gradient(self) -> None:
+        """Compute the gradient of two sources of unequal lengths, one of which is padded.
+
+        Raises:
+            UsageError: it is not finite, as of LED in float64, whose mask overflows.
+        """
+        model = self.seq2seq
+        weight = model.get_input_embeddings().weight
+        if model.main_input_name != "input_ids" or weight.is_meta or is_fake(weight):
+            return
+        tokens = torch.arange(1, 7, device=weight.device).repeat(2, 1)
+        mask = torch.ones_like(tokens)
+        mask[1, 2:] = 0
+        was_training, was_trained = self.training, weight.requires_grad
+        self.eval()
+        weight.requires_grad_(True)
+        sums, _ = self(tokens, tokens, torch.arange(tokens.numel(), device=weight.device), mask)
+        (gradient,) = torch.autograd.grad(sums.sum(), [weight])
+        weight.requires_grad_(was_trained)
+        self.train(was_training)
+        if not gradient.isfinite().all():
+            raise UsageError(
+                f"dtype is float64, but the gradient of {type(model).__name__} is not finite where sources are padded: set "
+                "dtype to float32"
+            )
+
     def kernel_candidates(
         self, device: torch.device, mixed_precision: str, settings: Seq2SeqSettings
     ) -> dict[str, Callable[[], object]]:
         model = self.seq2seq
+        if settings.dtype == "float64":
+            self._check_gradient()
         if self.is_noisy or not supports_sdpa(model):
             candidates: dict[str, Callable[[], object]] = {"eager": lambda: None}
         else:

@@ -63,6 +63,7 @@ def write_page(recipe: Recipe, train: Source, held_out: Source | None, num_sampl
             train=train,
             held_out=held_out,
             samples=samples,
+            has_images=any(part.image for sample in samples for each in sample["sequences"] for part in each.parts),
             bins=bins,
             x=pages.linear_axis(f"tokens of a {'pair' if is_pair else 'sample'}", max(5, bins[-1].last)),
             y=pages.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
