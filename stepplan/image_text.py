@@ -121,7 +121,9 @@ def read_sizes(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
     for word in words:
         match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", word)
         if match is None:
-            raise UsageError(f"image_sizes has {format_value(word)}, must be height and width of each image, as 480x640")
+            raise UsageError(
+                f"image_sizes has {format_value(word)}, must be height and width of each image, as 480x640"
+            )
         sizes.append((int(match[1]), int(match[2])))
     return tuple(sizes)
 
@@ -259,7 +261,12 @@ def _qwen(vision: Config, patches: int, seen: float) -> Stack:
 
 
 def _mlp_bridge(
-    first: int, middle: int, last: int, norm: int, biases: bool = True, names: tuple[str, str] = ("linear_1", "linear_2")
+    first: int,
+    middle: int,
+    last: int,
+    norm: int,
+    biases: bool = True,
+    names: tuple[str, str] = ("linear_1", "linear_2"),
 ) -> Bridge:
     """Return a bridge of two matrices and a normalisation."""
     size = first * middle + middle * last
@@ -296,8 +303,8 @@ def _qwen_bridge(config: Config, vision: Config, width: int) -> Bridge:
     merger = _mlp_bridge(first, first, width, h * (1 if "fullatt_block_indexes" in vision else 2), names=names)
     deep = _mlp_bridge(first, first, width, 2 * first, names=names)
     num_deep = len(vision.get("deepstack_visual_indexes", ()))
-    numbers = [a + num_deep * b for a, b in zip(merger[:3], deep[:3], strict=True)]
-    return Bridge(*numbers, merger.matrices + num_deep * deep.matrices)
+    size, flops, numbers = (a + num_deep * b for a, b in zip(merger[:3], deep[:3], strict=True))
+    return Bridge(size, flops, numbers, merger.matrices + num_deep * deep.matrices)
 
 
 KINDS: dict[str, tuple[Callable[[Config, int, float], Stack], Callable[[Config, Config, int], Bridge], bool]] = {

@@ -19,8 +19,10 @@ from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
 from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
 from samestep.recipe.tasks.image_classification import ImageClassification
 from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
+from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
 from samestep.recipe.tasks.text_classification import TextClassification
 from stepplan import base_models, convnet, readers, transformer
+from stepplan.configs import is_seq2seq
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder, Tuning
 from stepplan.stacks import EncoderDecoder
@@ -131,6 +133,14 @@ def has_formula(recipe: Recipe) -> bool:
     """Tell whether `model_from_recipe` knows the recipe's model without asking the network."""
     if not recipe.is_planned:
         return False
+    if isinstance(recipe, Seq2SeqFineTuning):
+        path = recipe.model_name_or_path
+        found = (
+            {"model_type": recipe.architecture}
+            if path is None
+            else base_models.find_local_config(base_models.find_weights(recipe))
+        )
+        return found is not None and is_seq2seq(found)
     if not isinstance(recipe, CausalLmFineTuning | CausalLmPretraining):
         return True
     path = getattr(recipe, "model_name_or_path", None)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.recipe.reading import read_json
+from samestep.recipe.reading import format_value, read_json
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN, CausalLmFineTuning, find_drawn
 from samestep.recipe.tasks.freezing import ROLES
 from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
-from stepplan import base_models, image_text, stacks
-from stepplan.configs import model_from_config
+from stepplan import base_models, image_text, seq2seq, stacks
+from stepplan.configs import is_seq2seq, model_from_config
 from stepplan.decoder import Tuning
 from stepplan.image_text import ImageText
 from stepplan.stacks import EncoderDecoder
@@ -24,14 +24,15 @@ IMAGES = ((480, 640),)
 MOST_DRAWN = 3
 """Images of a sample of drawn ones, at most."""
 DROPOUTS: dict[str, dict[str, float]] = {
-    **dict.fromkeys(("t5", "mt5", "umt5"), {"dropout_rate": 0.1}),
-    **dict.fromkeys(("bart", "mbart", "pegasus", "marian"), {"dropout": 0.1}),
+    **{kind: {"dropout_rate": 0.1} for kind in ("t5", "mt5", "umt5")},
+    **{kind: {"dropout": 0.1} for kind in ("bart", "mbart", "pegasus", "marian")},
     "m2m_100": {"dropout": 0.1, "attention_dropout": 0.1},
     "whisper": {},
 }
 """`model_type` -> dropout that is not 0 in a configuration of transformers where nothing is said."""
 GIVEN_DROPOUTS = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+PROCESSOR_FIELDS = ("min_pixels", "max_pixels", "min_patches", "max_patches")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,19 +50,34 @@ def seq2seq_finetuning(recipe: Seq2SeqFineTuning) -> EncoderDecoder:
     config = config_from_recipe(recipe)
     name = recipe.model_name_or_path or f"architecture {recipe.architecture}"
     lengths = recipe.max_source_length, recipe.max_target_length
-    found = model_from_config(config, lengths[0], name=name, target_length=lengths[1])
-    if not isinstance(found, EncoderDecoder):
-        raise base_models.UnknownShapeError(f"{name} has no encoder with a decoder behind it: give another one")
+    if not is_seq2seq(config):
+        raise base_models.UnknownShapeError(
+            f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
+            f"{', '.join(seq2seq.KINDS)}; train a few steps of it, --max_train_steps 5, to see what they take"
+        )
+    try:
+        found = model_from_config(config, lengths[0], name=name, target_length=lengths[1])
+    except UsageError as error:  # which has other names for the lengths
+        text = str(error).replace("seq_len is", "max_source_length is").replace("target_len is", "max_target_length is")
+        raise UsageError(text) from None
+    assert isinstance(found, EncoderDecoder)
     stacks_of = {part: dataclasses.replace(getattr(found, part), is_padded=True) for part in ("encoder", "decoder")}
     has_dropout = any(_find_dropouts(config).values())
     model = dataclasses.replace(found, **stacks_of, chunked_head=True, eager_attention=has_dropout)
     method = Tuning(rank=recipe.lora_rank, targets=tuple(recipe.lora_targets))
     if recipe.lora_rank is not None and recipe.lora_rank > model.hidden_size:
-        raise UsageError(f"lora_rank is {recipe.lora_rank:,}, above the width {model.hidden_size:,} of {name}: lower it")
+        raise UsageError(
+            f"lora_rank is {recipe.lora_rank:,}, above the width {model.hidden_size:,} of {name}: lower it"
+        )
     frozen = set(recipe.freeze or ())
     if unknown := frozen - {"encoder"}:
-        raise UsageError(f"freeze names {', '.join(sorted(unknown))}, but of its parts only encoder is planned: leave it out")
-    options = {"trains_encoder": "encoder" not in frozen, "shares_embedding": recipe.modality == "text"}
+        raise UsageError(
+            f"freeze names {', '.join(sorted(unknown))}, but of its parts only encoder is planned: leave it out"
+        )
+    options: dict[str, bool] = {
+        "trains_encoder": "encoder" not in frozen,
+        "shares_embedding": recipe.modality == "text",
+    }
     return stacks.adapt(model, method, **options)
 
 
@@ -76,7 +92,11 @@ def config_from_recipe(recipe: Seq2SeqFineTuning) -> dict[str, Any]:
         kind, layers, width = recipe.architecture, recipe.num_hidden_layers, recipe.hidden_size
         heads, inner = recipe.num_attention_heads, recipe.intermediate_size
         decoder_layers, positions = recipe.num_decoder_layers or layers, recipe.max_position_embeddings
-        config = {"model_type": kind, "vocab_size": recipe.vocab_size or base_models.UNKNOWN_VOCABULARY, "d_model": width}
+        config = {
+            "model_type": kind,
+            "vocab_size": recipe.vocab_size or base_models.UNKNOWN_VOCABULARY,
+            "d_model": width,
+        }
         config |= {"num_layers": layers, "num_decoder_layers": decoder_layers, "num_heads": heads, "d_ff": inner}
         config |= {"d_kv": (width or 0) // (heads or 1), "encoder_layers": layers, "decoder_layers": decoder_layers}
         config |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
@@ -131,12 +151,13 @@ def image_text_finetuning(recipe: CausalLmFineTuning, images: Sequence[tuple[int
     shape = base_models.shape_from_config(config, name)
     base_models.check_shape(recipe, shape)
     stored_bytes = 2 if "bfloat16" in _list_dtypes(config) or "float16" in _list_dtypes(config) else 4
-    frozen = {role for role in ROLES if role in (recipe.freeze or ()) or set(ROLES[role]) & set(recipe.freeze or ())}
-    if unknown := [part for part in recipe.freeze or () if part not in ROLES and part not in sum(ROLES.values(), ())]:
+    named = recipe.freeze or ()
+    frozen = {role for role, names in ROLES.items() if {role, *names} & set(named)}
+    if unknown := [part for part in named if not any(part in (role, *names) for role, names in ROLES.items())]:
         raise UsageError(
             f"freeze names {', '.join(unknown)}, but frozen parts are planned whole: give {', '.join(ROLES)}, or leave it out"
         )
-    if "visual" in (recipe.freeze or ()):  # which holds what projects
+    if "visual" in named:  # which holds what projects
         frozen.add("projector")
     method = Tuning(
         rank=recipe.lora_rank,
@@ -167,7 +188,7 @@ def _llava_from_recipe(recipe: CausalLmFineTuning) -> dict[str, Any]:
     tower = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
     tower |= {"num_hidden_layers": recipe.num_image_layers, "model_type": "siglip_vision_model"}
     tower |= {"image_size": recipe.image_size, "patch_size": recipe.image_patch_size}
-    config = {"model_type": "llava", "vision_config": tower, "text_config": text}
+    config: dict[str, Any] = {"model_type": "llava", "vision_config": tower, "text_config": text}
     config |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     return config | {"tie_word_embeddings": bool(recipe.tie_word_embeddings)}
 
@@ -183,18 +204,15 @@ def _read_processor(recipe: CausalLmFineTuning, config: Mapping[str, Any]) -> di
         return dict(config["processor"])
     folder = Path(base_models.find_weights(recipe)).expanduser()
     for file in (folder / name for name in PROCESSOR_FILES):
-        if file.is_file():
-            values = read_json(file, f"model_name_or_path {recipe.model_name_or_path}: {file.name}")
-            values = values.get("image_processor", values)
-            size = values.get("size") if isinstance(values.get("size"), dict) else {}
-            if str(config.get("model_type")).startswith("qwen"):
-                found = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-            else:
-                found = {"longest_edge": size.get("longest_edge")}
-            found |= {name: values.get(name) for name in ("min_pixels", "max_pixels", "min_patches", "max_patches")}
-            return {
-                name: value
-                for name, value in {**found, **{k: v for k, v in found.items() if v}}.items()
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0
-            }
+        if not file.is_file():
+            continue
+        values = read_json(file, f"model_name_or_path {recipe.model_name_or_path}: {file.name}")
+        values = values.get("image_processor", values)
+        size = values.get("size")
+        edges = size if isinstance(size, dict) else {}
+        found: dict[str, Any] = {"longest_edge": edges.get("longest_edge")}
+        if str(config.get("model_type")).startswith("qwen"):  # whose edges are pixels of the whole
+            found = {"min_pixels": edges.get("shortest_edge"), "max_pixels": edges.get("longest_edge")}
+        found |= {name: values[name] for name in PROCESSOR_FIELDS if values.get(name) is not None}
+        return {name: value for name, value in found.items() if type(value) is int and value > 0}
     return {}

@@ -189,7 +189,7 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
 @pytest.mark.parametrize("way", ["", " --lora_rank 2 --lora_alpha 4", " --freeze encoder"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_rest_of_an_epoch_and_a_process_without_samples(train_on, train, folders, pairs, name, way):
-    """Steps of 5, 5 and 3 samples, and of 2 on 3 processes; with adapters, and with a part frozen; resumed on more processes."""
+    """Steps of 5, 5 and 3 samples, and of 2 on 3 processes; with adapters, with a part frozen; resumed on more processes."""
     program = "finetune_seq2seq"
 
     def write(batch: int, cut: int) -> str:
@@ -202,10 +202,12 @@ def test_the_rest_of_an_epoch_and_a_process_without_samples(train_on, train, fol
     train(f"{program}/resumed", f"{saving} --stop_after_step 1", program=program)
     runs = {"processes": write(5, 1), "idle": write(2, 1), "resumed": f"{saving} --resume_from_checkpoint latest"}
     folder = train_on(3, {f"{program}/{key}": more for key, more in runs.items()}) / program
+    # T5's norms are computed in float32, so that a gradient that is multiplied by 3, and divided by it, is rounded there
+    bound = 2**-20 if name.endswith("t5") else 1e-12
     for key, truth in (("processes", whole), ("resumed", whole), ("idle", least)):
         losses = [[line["loss"] for line in metrics(path)] for path in (folder / key, truth)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-11)
-        assert relative(parameters(folder / key), parameters(truth)) < 1e-12, key
+        assert losses[0] == pytest.approx(losses[1], rel=10 * bound)
+        assert relative(parameters(folder / key), parameters(truth)) < bound, key
     folder = train_on(2, {f"{program}/sharded": write(5, 2)}, "fsdp2_2xcpu") / program
     assert relative(parameters(folder / "sharded"), parameters(whole)) < 1e-12
 
@@ -276,5 +278,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_first_step(train, f
         part.save_pretrained(tmp_path / "led")
     more = {dtype: flags("led", {"led": tmp_path / "led"}, pairs, 4, dtype=dtype) for dtype in ("float32", "float64")}
     assert all(line["loss"] > 0 for line in metrics(train("led", more["float32"], program="finetune_seq2seq")))
-    with pytest.raises(UsageError, match="dtype is float64, but the gradient of LEDForConditionalGeneration is not finite"):
+    with pytest.raises(
+        UsageError, match="dtype is float64, but the gradient of LEDForConditionalGeneration is not finite"
+    ):
         train("refused", more["float64"], program="finetune_seq2seq")

@@ -410,7 +410,9 @@ def test_a_frozen_tower_stays_and_costs_no_gradient(finetune, base, rows, family
     assert all("projector" in kind for kind in kinds if "vision_tower" in kind)
     # No output of a frozen layer has a gradient
     layers = [module for name, module in model.named_modules() if f"{name}.weight" in frozen]
-    handles = [layer.register_forward_hook(lambda _, __, output: saved.append(output.requires_grad)) for layer in layers]
+    handles = [
+        layer.register_forward_hook(lambda _, __, output: saved.append(output.requires_grad)) for layer in layers
+    ]
     batch = {name: value for name, value in source.collate([source.draw(0, 0)]).items() if name != "counts"}
     sums(**batch)[0].sum().backward()
     for handle in handles:

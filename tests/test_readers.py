@@ -51,7 +51,10 @@ def test_bases_have_their_published_sizes(name):
 
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": ("q", "v"), "num_hidden_layers": 6}
-WIDE = {"hidden_size": 384, "intermediate_size": 1536}  # so that the spectrogram, which a plan leaves out, is a small part
+WIDE = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+}  # so that the spectrogram, which a plan leaves out, is a small part
 TRACED = {
     "t5": ("seq2seq_small_cpu", {}),
     "t5 with dropout": ("seq2seq_small_cpu", {"dropout": 0.1}),
@@ -115,7 +118,9 @@ def test_what_is_trained_of_images_and_text_is_what_is_planned(part):
 
 
 def test_images_take_their_part_of_a_sample(capsys):
-    one, two = (run(capsys, "qwen3vl_2b_lora_3090", "--image_sizes", *sizes) for sizes in (["480x640"], ["480x640"] * 2))
+    one, two = (
+        run(capsys, "qwen3vl_2b_lora_3090", "--image_sizes", *sizes) for sizes in (["480x640"], ["480x640"] * 2)
+    )
     assert one["images"] == {"sizes": [[480, 640]], "tokens": 300}  # of 32 x 32 pixels each
     assert two["images"]["tokens"] == 600
     assert two["tokens_per_step"] == one["tokens_per_step"]  # a sample has max_seq_length tokens, whatever they are
@@ -150,9 +155,9 @@ def test_tiles_follow_the_processor_that_is_saved(tmp_path):
         ("vlm_small_cpu --freeze layers", "freeze names layers, but frozen parts are planned whole"),
         ("seq2seq_small_cpu --freeze decoder", "freeze names decoder, but of its parts only encoder is planned"),
         ("t5_base_3090 --max_source_length 64 --lora_rank 900 --lora_alpha 8", "lora_rank is 900, above the width 768"),
-        ("whisper_small_3090 --max_target_length 500", "target_len is 500, but"),
+        ("whisper_small_3090 --max_target_length 500", "max_target_length is 500, but"),
         ("vlm_small_cpu --program trl --on 1x3090", "is no decoder of texts"),
-        ("seq2seq_small_cpu --architecture prophetnet", "prophetnet"),
+        ("seq2seq_small_cpu --architecture prophetnet", "prophetnet, for which there is no formula: known are t5"),
     ],
 )
 def test_mistakes_get_one_line(capsys, words, message):

@@ -28,7 +28,16 @@ from samestep._internals.transformers_models import (
 )
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, freezing, packing, quantization, saved_causal_lm, sequences, stop_tokens
+from samestep.models import (
+    adapters,
+    cpu_matmul,
+    freezing,
+    packing,
+    quantization,
+    saved_causal_lm,
+    sequences,
+    stop_tokens,
+)
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses

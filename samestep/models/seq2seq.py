@@ -193,9 +193,7 @@ class Seq2SeqSums(SummedLosses):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     @classmethod
-    def from_recipe(
-        cls, recipe: Seq2SeqFineTuning, source: Any = None, shape: Mapping[str, Any] | None = None
-    ) -> Self:
+    def from_recipe(cls, recipe: Seq2SeqFineTuning, source: Any = None, shape: Mapping[str, Any] | None = None) -> Self:
         """Build the model of a recipe; arguments as of `build_model`."""
         model: Any
         model, notes = build_model(recipe, source, shape)

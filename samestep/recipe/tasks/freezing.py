@@ -10,9 +10,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "language_model": ("language_model", "text_model", "lm_head"),
 }
 """Part of a model of images and text -> names of its modules, of which each kind of model has some."""
-FREEZE = (
-    "names of modules whose weights are not trained, which cost no gradient; with adapters none is put there; null: none"
-)
+FREEZE = "names of modules whose weights are not trained, which cost no gradient; with adapters none is put there; null: none"
 """Help of the field."""
 
 
@@ -43,7 +41,9 @@ def find_frozen(freeze: Collection[str], names: Collection[str], model: str, lin
         if not tops:
             parts = sorted({name.rpartition(".")[2] for name in names if name.count(".") < 2} - {"model", ""})
             known = [*linked, *(part for part in parts if part not in linked)]
-            raise UsageError(f"freeze names {wanted}, but {model} has no such module: give some of {', '.join(known[:12])}")
+            raise UsageError(
+                f"freeze names {wanted}, but {model} has no such module: give some of {', '.join(known[:12])}"
+            )
         inside = {name for name in names if any(f"{name}.".startswith(f"{top}.") for top in tops)}
         if wanted == "vision_tower" and wanted in linked:
             inside = {name for name in inside if not set(name.split(".")) & set(ROLES["projector"])}
