@@ -89,8 +89,8 @@ class PlanSettings(ElsewhereSettings):
         default=None,
     )
     image_sizes: tuple[str, ...] | None = setting(
-        "height and width in pixels of each image of a sample, as 480x640 for one photograph; none: as the recipe has it, or "
-        "that; for recipes with images",
+        "height and width of each image of a sample, as 480x640, for recipes with images; none: as the recipe has it, or one "
+        "of these",
         default=None,
     )
     trace: bool = setting(
