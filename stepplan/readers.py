@@ -53,7 +53,7 @@ def seq2seq_finetuning(recipe: Seq2SeqFineTuning) -> EncoderDecoder:
     if not is_seq2seq(config):
         raise base_models.UnknownShapeError(
             f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
-            f"{', '.join(seq2seq.KINDS)}; train a few steps of it, --max_train_steps 5, to see what they take"
+            f"{', '.join(seq2seq.KINDS)}. Train a few steps of it, --max_train_steps 5, to see what they take"
         )
     try:
         found = model_from_config(config, lengths[0], name=name, target_length=lengths[1])

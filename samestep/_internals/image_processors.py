@@ -12,8 +12,6 @@ from unittest import mock
 from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
 from transformers.utils import cached_file
 
-from samestep.recipe.reading import read_json
-
 VIDEO = "video_processor"
 
 
@@ -60,7 +58,7 @@ def find_videos(name_or_path: str) -> dict[str, Any] | None:
     for name, part in (("processor_config.json", VIDEO), ("video_preprocessor_config.json", None)):
         try:
             path = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
-            values = {} if path is None else read_json(Path(path), name)
+            values = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
         except Exception:  # of any kind: network, files of others; what needs the processor has said so
             continue
         found = values if part is None else values.get(part)

@@ -110,6 +110,8 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
             f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {num_embeddings:,}: give the model's own "
             "tokenizer_name, or a larger vocab_size"
         )
+    if getattr(recipe, "freeze", None) and recipe.lora_rank is None:
+        freezing.freeze_modules(model, recipe.freeze)
     return model
 
 
@@ -220,9 +222,6 @@ class CausalLmSums(SummedLosses):
         stop_tokens.add(model, source)
         if recipe.base_quantization is not None:
             notes.append(importlib.import_module(NF4).quantize_base(model, recipe.modules_to_save))
-        frozen = getattr(recipe, "freeze", None)
-        if frozen and recipe.lora_rank is None:
-            freezing.freeze_modules(model, frozen)
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
             dtype = adapters.find_base_dtype(recipe)
@@ -230,8 +229,6 @@ class CausalLmSums(SummedLosses):
                 quantization.hold_base(model, dtype)
         objective, terms = recipe.objective, tuple(recipe.loss_weights)
         sums = cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
-        if recipe.images:
-            notes.append(freezing.describe_trained(model))
         sums.notes = [*sums.notes, *notes]
         return sums
 
