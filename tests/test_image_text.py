@@ -21,6 +21,7 @@ from samestep import cli
 from samestep._internals.image_processors import load_processor
 from samestep.data import conversation_rows, conversations, row_images
 from samestep.data.builtin import drawn_images
+from samestep.data.image_conversations import find_videos
 from samestep.errors import UsageError, exit_code
 from samestep.pages import find_policy
 from samestep.recipe.catalog import load
@@ -467,7 +468,7 @@ def test_the_part_for_videos_is_saved_as_it_was(base, tmp_path, name):
     path = folder / name
     whole = videos if name.startswith("video") else json.loads(path.read_text()) | {"video_processor": videos}
     path.write_text(json.dumps(whole))
-    load_processor(str(folder)).save_pretrained(tmp_path / "saved")
+    load_processor(str(folder), find_videos(str(folder))).save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "processor_config.json").read_text())["video_processor"] == videos
     again = load_processor(str(tmp_path / "saved"))
     assert type(again) is type(load_processor(str(base("qwen2_5_vl"))))

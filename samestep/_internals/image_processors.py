@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
-from transformers.utils import cached_file
 
 VIDEO = "video_processor"
 
@@ -39,39 +38,24 @@ def leave_out_videos(processor: Any, videos: dict[str, Any] | None = None) -> An
     """
     processor.get_attributes = functools.partial(list, processor.get_attributes())
     if videos is not None:
-        write = processor.to_json_file
 
         def write_all(path: str) -> None:
-            write(path)
-            values = json.loads(Path(path).read_text(encoding="utf-8")) | {VIDEO: videos}
+            values = json.loads(processor.to_json_string()) | {VIDEO: videos}
             Path(path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
         processor.to_json_file = write_all
     return processor
 
 
-def find_videos(name_or_path: str) -> dict[str, Any] | None:
-    """Find the configuration of a processor's part for videos; None: it has none, or it cannot be had.
-
-    transformers 5.24, `BaseVideoProcessor.get_video_processor_dict`: a part of processor_config.json, before it a file.
-    """
-    for name, part in (("processor_config.json", VIDEO), ("video_preprocessor_config.json", None)):
-        try:
-            path = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
-            values = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-        except Exception:  # of any kind: network, files of others; what needs the processor has said so
-            continue
-        found = values if part is None else values.get(part)
-        if isinstance(found, dict) and found:
-            return found
-    return None
-
-
-def load_processor(name_or_path: str) -> Any:
+def load_processor(name_or_path: str, videos: dict[str, Any] | None = None) -> Any:
     """Load the processor of a folder, or of the hub; no code in it is run.
 
     Its images are computed by Pillow and numpy, where it can, whether torchvision is there or not: both round otherwise. Where
     torchvision is missing, the part for videos is left out.
+
+    Args:
+        name_or_path: of the model.
+        videos: as of `leave_out_videos`.
 
     Raises:
         Exception: of any kind, where it cannot be loaded.
@@ -79,7 +63,7 @@ def load_processor(name_or_path: str) -> Any:
     options: dict[str, Any] = {"trust_remote_code": False}
     if find_spec("torchvision") is None:
         with without_videos():
-            return leave_out_videos(AutoProcessor.from_pretrained(name_or_path, **options), find_videos(name_or_path))
+            return leave_out_videos(AutoProcessor.from_pretrained(name_or_path, **options), videos)
     processor = AutoProcessor.from_pretrained(name_or_path, **options)
     processor.image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil", **options)
     return processor
