@@ -10,6 +10,7 @@ from stepplan.costs import Terms, describe_costs
 from stepplan.decoder import Decoder
 from stepplan.growth import Row, grow, make_remarks
 from stepplan.hardware import Device, Hardware
+from stepplan.image_text import ImageText
 from stepplan.memory import Memory, count_trained
 from stepplan.methods import Fit
 from stepplan.placement import Placement
@@ -135,6 +136,8 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "learning_rates": None,
         "critical_batch_size": workload.critical_batch_size,
     }
+    if isinstance(model, ImageText):
+        answer["images"] = {"sizes": [list(size) for size in model.images], "tokens": model.image_tokens}
     if model.unit == "token":
         answer |= {
             "flops_per_token": model.flops_per_sample / model.length,

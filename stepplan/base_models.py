@@ -75,10 +75,14 @@ class UnknownShapeError(UsageError):
 
 
 @functools.cache
-def read_table() -> dict[str, dict[str, Any]]:
-    """Read the table of base models: name on the hub -> fields of its configuration."""
+def read_table(part: str = "models") -> dict[str, dict[str, Any]]:
+    """Read the table of base models: name on the hub -> fields of its configuration.
+
+    Args:
+        part: models: decoders of texts; readers: of sources, images or sounds.
+    """
     table: dict[str, dict[str, Any]] = {}
-    for name, fields in read_json(TABLE, "the table of base models")["models"].items():
+    for name, fields in read_json(TABLE, "the table of base models")[part].items():
         table[name] = {**table.get(fields.pop("extends", ""), {}), **fields}
     return table
 
@@ -92,7 +96,8 @@ def find_base_model(name: str) -> dict[str, Any] | None:
     (4096, None)
     """
     wanted = _shorten(name)
-    return next((dict(config) for known, config in read_table().items() if _shorten(known) == wanted), None)
+    known = {**read_table(), **read_table("readers")}
+    return next((dict(config) for base, config in known.items() if _shorten(base) == wanted), None)
 
 
 def _shorten(name: str) -> str:
@@ -121,9 +126,7 @@ def _config_from_recipe(recipe: Recipe) -> dict[str, Any] | None:
         return None
     if recipe.model_name_or_path is not None:
         return find_local_config(find_weights(recipe))
-    fields = {name: value for name, value in recipe.shape.items() if value is not None}
-    fields |= {"model_type": recipe.architecture, "vocab_size": recipe.vocab_size or UNKNOWN_VOCABULARY}
-    return fields | {"head_dim": recipe.hidden_size // recipe.num_attention_heads}
+    return config_from_recipe(recipe)
 
 
 def find_config(name_or_path: str) -> dict[str, Any]:
@@ -264,15 +267,23 @@ def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
         UsageError: the configuration cannot be found, or has no formula; max_seq_length is above the model's positions, or
             lora_rank above its width.
     """
-    if recipe.images:
-        raise UnknownShapeError(
-            f"images is true, and no formula here counts the tower of images of {recipe.model_name_or_path or recipe.name}. "
-            "Train a few steps of it, --max_train_steps 5, to see what they take"
-        )
+    config = config_from_recipe(recipe)
+    shape = shape_from_config(config, recipe.model_name_or_path or f"architecture {recipe.architecture}")
+    check_shape(recipe, shape)
+    return shape
+
+
+def config_from_recipe(recipe: CausalLmFineTuning) -> dict[str, Any]:
+    """Return the configuration of a recipe's decoder: of its own fields, or of model_name_or_path; as `shape_from_recipe`."""
     if recipe.model_name_or_path is not None:
-        shape = shape_from_config(find_config(find_weights(recipe)), recipe.model_name_or_path)
-    else:
-        shape = shape_from_config(_config_from_recipe(recipe), f"architecture {recipe.architecture}")
+        return find_config(find_weights(recipe))
+    fields = {name: value for name, value in recipe.shape.items() if value is not None}
+    fields |= {"model_type": recipe.architecture, "vocab_size": recipe.vocab_size or UNKNOWN_VOCABULARY}
+    return fields | {"head_dim": recipe.hidden_size // recipe.num_attention_heads}
+
+
+def check_shape(recipe: CausalLmFineTuning, shape: Shape) -> None:
+    """Raise UsageError where max_seq_length is above a shape's positions, or lora_rank above its width."""
     name = recipe.model_name_or_path or recipe.name
     if shape.max_length is not None and recipe.max_seq_length > shape.max_length:
         raise UsageError(
@@ -284,4 +295,3 @@ def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
             f"lora_rank is {recipe.lora_rank:,}, above the width {shape.hidden_size:,} of {name}: lower it, or train all "
             "weights (lora_rank null)"
         )
-    return shape

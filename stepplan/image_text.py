@@ -6,6 +6,7 @@ many patches and tokens a picture of a size becomes. tests/test_image_text_shape
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,11 +50,13 @@ class Bridge(NamedTuple):
         num_parameters: its parameters.
         flops_per_token: FLOPs of a forward for each token of a picture.
         numbers_per_token: numbers that it saves for each of them.
+        matrices: name, width and out of each linear layer, as adapters name it.
     """
 
     num_parameters: int
     flops_per_token: int
     numbers_per_token: int
+    matrices: tuple[tuple[str, int, int], ...] = ()
 
 
 def count_patches(config: Config, height: int, width: int, processor: Config | None = None) -> Picture:
@@ -85,13 +88,44 @@ def count_patches(config: Config, height: int, width: int, processor: Config | N
         return Picture(1, each, config["mm_tokens_per_image"])
     if kind == "llava":
         has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
-        return Picture(1, each + has_class, each + (config.get("vision_feature_select_strategy") == "full"))
+        left_out = config.get("vision_feature_select_strategy") != "full"  # the first one, a class or not
+        return Picture(1, each + has_class, each + has_class - left_out)
     if kind == "internvl":
         tiles = _count_tiles(height, width, size, options["min_patches"], options["max_patches"])
         tiles += tiles > 1
         return Picture(tiles, tiles * (each + 1), round(tiles * each * config.get("downsample_ratio", 0.5) ** 2))
     tiles = _count_splits(height, width, size, options["longest_edge"])
     return Picture(tiles, tiles * each, tiles * each // config.get("scale_factor", 2) ** 2)
+
+
+def describe_images(images: Sequence[Sequence[int]]) -> str:
+    """Name heights and widths of images, equal ones once.
+
+    >>> describe_images([(480, 640), (480, 640), (32, 32)])
+    '2 of 480 x 640, 1 of 32 x 32'
+    """
+    sizes = [tuple(size) for size in images]
+    return ", ".join(f"{sizes.count(size)} of {size[0]} x {size[1]}" for size in dict.fromkeys(sizes))
+
+
+def read_sizes(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Read heights and widths of images, as a user writes them.
+
+    Raises:
+        UsageError: another form, or no pixels.
+
+    >>> read_sizes(["480x640", "32x32"])
+    ((480, 640), (32, 32))
+    """
+    sizes = []
+    for word in words:
+        match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", word)
+        if match is None:
+            raise UsageError(
+                f"image_sizes has {format_value(word)}, must be height and width of each image, as 480x640"
+            )
+        sizes.append((int(match[1]), int(match[2])))
+    return tuple(sizes)
 
 
 def _find_kind(config: Config) -> str:
@@ -161,6 +195,7 @@ def _vit(vision: Config, patches: int, seen: float, outside: int, **more: Any) -
         activation=vision.get("hidden_act", "gelu"),
         num_outside=stem + outside,
         outside_flops=2 * stem * patches,
+        input_flops=2 * stem * patches,
         outside_bytes=(8 * h * patches, 8 * h * patches),
         **more,
     )
@@ -171,7 +206,7 @@ def _siglip(vision: Config, patches: int, seen: float) -> Stack:
     positions = (_first(vision["image_size"]) // _first(vision["patch_size"])) ** 2
     has_head = vision.get("model_type") == "siglip_vision_model" and vision.get("vision_use_head", True)
     head = (h + 4 * h * h + 4 * h + 2 * h + 2 * h * f + f + h) * has_head
-    return _vit(vision, patches, seen, h + positions * h + 2 * h + head)
+    return _vit(vision, patches, seen, h + positions * h + 2 * h + head, num_unreached=head)
 
 
 def _clip(vision: Config, patches: int, seen: float) -> Stack:
@@ -190,6 +225,7 @@ def _internvl(vision: Config, patches: int, seen: float) -> Stack:
     has_rms = vision.get("norm_type", "layer_norm") == "rms_norm"
     extra = 2 * h + 2 * h * bool(vision.get("use_qk_norm"))
     more = {"has_rms": has_rms, "extra_layer": extra, "has_query_bias": has_bias, "has_key_bias": has_bias}
+    more |= {"names": ("q_proj", "k_proj", "v_proj", "projection_layer", "fc1", "fc2", "fc3")}
     return _vit(vision, patches, seen, outside, **more)
 
 
@@ -212,17 +248,30 @@ def _qwen(vision: Config, patches: int, seen: float) -> Stack:
     }
     positions = vision.get("num_position_embeddings", 0)
     outside = (positions + 1) * h if positions else 0  # with positions its convolution has a bias
-    return _vit(shape, patches, seen, outside, is_fused=True, is_gated=is_windowed, has_rms=is_windowed)
+    names = ("q", "k", "v", "proj", "fc1", "fc2", "fc3")
+    if is_windowed:
+        names = ("q", "k", "v", "proj", "gate_proj", "down_proj", "up_proj")
+    elif positions:
+        names = ("q", "k", "v", "proj", "linear_fc1", "linear_fc2", "fc3")
+    return _vit(shape, patches, seen, outside, is_fused=True, is_gated=is_windowed, has_rms=is_windowed, names=names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bridges
 
 
-def _mlp_bridge(first: int, middle: int, last: int, norm: int, biases: bool = True) -> Bridge:
+def _mlp_bridge(
+    first: int,
+    middle: int,
+    last: int,
+    norm: int,
+    biases: bool = True,
+    names: tuple[str, str] = ("linear_1", "linear_2"),
+) -> Bridge:
     """Return a bridge of two matrices and a normalisation."""
     size = first * middle + middle * last
-    return Bridge(size + (middle + last) * biases + norm, 2 * size, 2 * first + 3 * middle)
+    matrices = ((names[0], first, middle), (names[1], middle, last))
+    return Bridge(size + (middle + last) * biases + norm, 2 * size, 2 * first + 3 * middle, matrices)
 
 
 def _llava_bridge(config: Config, vision: Config, width: int) -> Bridge:
@@ -238,7 +287,7 @@ def _gemma_bridge(config: Config, vision: Config, width: int) -> Bridge:
 
 def _idefics_bridge(config: Config, vision: Config, width: int) -> Bridge:
     first = vision["hidden_size"] * config.get("scale_factor", 2) ** 2
-    return Bridge(first * width, 2 * first * width, first)
+    return Bridge(first * width, 2 * first * width, first, (("proj", first, width),))
 
 
 def _internvl_bridge(config: Config, vision: Config, width: int) -> Bridge:
@@ -249,10 +298,13 @@ def _internvl_bridge(config: Config, vision: Config, width: int) -> Bridge:
 def _qwen_bridge(config: Config, vision: Config, width: int) -> Bridge:
     h = vision.get("embed_dim", vision["hidden_size"])
     first = h * vision.get("spatial_merge_size", 2) ** 2
-    merger = _mlp_bridge(first, first, width, h * (1 if "fullatt_block_indexes" in vision else 2))
-    deep = _mlp_bridge(first, first, width, 2 * first)
+    has_names = vision.get("num_position_embeddings", 0) > 0
+    names = ("linear_fc1", "linear_fc2") if has_names else ("0", "2")  # of Qwen3-VL, and of those before it
+    merger = _mlp_bridge(first, first, width, h * (1 if "fullatt_block_indexes" in vision else 2), names=names)
+    deep = _mlp_bridge(first, first, width, 2 * first, names=names)
     num_deep = len(vision.get("deepstack_visual_indexes", ()))
-    return Bridge(*(a + num_deep * b for a, b in zip(merger, deep, strict=True)))
+    size, flops, numbers = (a + num_deep * b for a, b in zip(merger[:3], deep[:3], strict=True))
+    return Bridge(size, flops, numbers, merger.matrices + num_deep * deep.matrices)
 
 
 KINDS: dict[str, tuple[Callable[[Config, int, float], Stack], Callable[[Config, Config, int], Bridge], bool]] = {
@@ -275,12 +327,30 @@ class ImageText(Decoder):
         bridge: from the tower to the decoder.
         image_tokens: tokens of a sample that stand for pictures.
         trains_bridge: whether the bridge is trained.
+        bridge_method: its adapters, where they name its layers; None: it gets none.
+        images: height and width of each image of a sample.
     """
 
     tower: Stack
     bridge: Bridge
     image_tokens: int
     trains_bridge: bool = True
+    bridge_method: Tuning | None = None
+    images: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bridge_adapter(self) -> int:
+        """Parameters of the adapters on the bridge."""
+        method = self.bridge_method
+        if method is None or method.rank is None:
+            return 0
+        adapted = [(width, out) for name, width, out in self.bridge.matrices if method.is_adapted(name)]
+        return sum(method.rank * (width + out) + out * method.uses_dora for width, out in adapted)
+
+    @property
+    def is_bridge_passed(self) -> bool:
+        """Whether the backward goes through the bridge."""
+        return self.trains_bridge or self.bridge_adapter > 0 or self.tower.is_passed
 
     @property
     def text(self) -> Decoder:
@@ -290,18 +360,23 @@ class ImageText(Decoder):
     @property
     def num_parameters(self) -> int:
         """All parameters, of tower and bridge, too."""
-        return self.text.num_parameters + self.tower.num_base + self.tower.num_adapter + self.bridge.num_parameters
+        return self.text.num_parameters + self.tower.num_base + self.tower.num_adapter + self._num_bridge
+
+    @property
+    def _num_bridge(self) -> int:
+        return self.bridge.num_parameters + self.bridge_adapter
 
     @property
     def num_trained(self) -> int:
         """Parameters that have gradients and moments."""
         # Without adapters the decoder counts all of its parameters
-        return self.text.num_trained + self.tower.num_trained + self.bridge.num_parameters * self.trains_bridge
+        bridge = self.bridge.num_parameters * self.trains_bridge + self.bridge_adapter
+        return self.text.num_trained + self.tower.num_trained + bridge
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are kept."""
-        return self.text.weight_bytes + self.tower.weight_bytes + 4 * self.bridge.num_parameters
+        return self.text.weight_bytes + self.tower.weight_bytes + 4 * self._num_bridge
 
     @property
     def forward_flops(self) -> int:
@@ -315,7 +390,7 @@ class ImageText(Decoder):
     @property
     def flops_per_sample(self) -> int:
         """FLOPs of forward and backward of a sample: the bridge's inputs have a gradient only where the tower is trained."""
-        times = 1 + self.trains_bridge + (self.tower.is_passed)
+        times = 1 + self.trains_bridge + self.tower.is_passed
         return self.text.flops_per_sample + round(self.tower.flops + times * self._bridge_flops)
 
     @property
@@ -326,8 +401,7 @@ class ImageText(Decoder):
     def picture_bytes(self, *, autocast: bool, gradient_checkpointing: bool = False) -> int:
         """Count the bytes that tower and bridge save of a sample for their backward, and their output."""
         tower = self.tower.kept_bytes if gradient_checkpointing else self.tower.saved_bytes
-        is_passed = self.trains_bridge or self.tower.is_passed
-        bridge = self.image_tokens * self.bridge.numbers_per_token * (2 if autocast else 4) * is_passed
+        bridge = self.image_tokens * self.bridge.numbers_per_token * (2 if autocast else 4) * self.is_bridge_passed
         return round(tower(autocast=autocast) + bridge + 4 * self.image_tokens * self.hidden_size)
 
     def saved_bytes(self, *, autocast: bool) -> int:
@@ -385,6 +459,8 @@ def model_from_config(
     method: Tuning | None = None,
     trains_tower: bool = False,
     trains_bridge: bool = True,
+    adapts_bridge: bool = False,
+    trains_text: bool = True,
     processor: Config | None = None,
 ) -> ImageText:
     """Return the shape of a model of pictures and texts, and what of it is trained.
@@ -397,6 +473,8 @@ def model_from_config(
         method: of the decoder: all weights, or adapters; None: all weights.
         trains_tower: whether the tower is trained, or gets the adapters, too; else it is frozen, and its work is a forward.
         trains_bridge: whether the bridge is trained.
+        adapts_bridge: whether it gets the adapters, where they name its layers.
+        trains_text: whether the decoder is trained, or gets the adapters; else it passes gradients to what lies below.
         processor: as of `count_patches`.
 
     Raises:
@@ -423,6 +501,14 @@ def model_from_config(
         raise UsageError(
             f"{name} has {shape.max_length:,} positions, but a sample has {length:,} tokens, {tokens:,} of them of pictures"
         )
+    # A loss of LLaVA reaches neither the tower's last normalisation nor layers behind the one that it takes
+    if kind == "llava":
+        layer = config.get("vision_feature_layer", -2)
+        last = max(layer) if isinstance(layer, list) else layer
+        left_out = -1 - last if last < 0 else tower.num_layers - last
+        tower = dataclasses.replace(
+            tower, num_unreached=tower.num_unreached + 2 * tower.hidden_size + left_out * tower.layer_parameters
+        )
     if not trains_tower:
         frozen = dataclasses.replace(method, rank=None, is_quantized=False)
         tower = dataclasses.replace(tower, is_trained=False, method=frozen)
@@ -430,10 +516,13 @@ def model_from_config(
         tower = dataclasses.replace(tower, is_trained=False, method=method)
     return ImageText(
         shape=shape,
-        method=method,
+        # Adapters of rank 0 on no layer: nothing is trained, and gradients pass to what lies below
+        method=method if trains_text else dataclasses.replace(method, rank=0, targets=()),
         sequence_length=length,
         tower=tower,
         bridge=bridge,
         image_tokens=tokens,
         trains_bridge=trains_bridge,
+        bridge_method=method if adapts_bridge else None,
+        images=tuple(images),
     )

@@ -5,6 +5,7 @@ number of parameters.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from samestep.cut.layout import Layout
@@ -18,8 +19,10 @@ from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
 from samestep.recipe.tasks.gpt2_pretraining import Gpt2Pretraining
 from samestep.recipe.tasks.image_classification import ImageClassification
 from samestep.recipe.tasks.modernbert_pretraining import ModernBertPretraining
+from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
 from samestep.recipe.tasks.text_classification import TextClassification
-from stepplan import base_models, convnet, transformer
+from stepplan import base_models, convnet, readers, transformer
+from stepplan.configs import is_seq2seq
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder, Tuning
 from stepplan.stacks import EncoderDecoder
@@ -41,11 +44,15 @@ def count_weight_bytes(model: Any) -> int:
     return int(getattr(model, "weight_bytes", 4 * model.num_parameters))
 
 
-def model_from_recipe(recipe: Recipe) -> Model:
+def model_from_recipe(recipe: Recipe, images: Sequence[tuple[int, int]] | None = None) -> Model:
     """Return the shape of the model that a recipe trains.
 
+    Args:
+        recipe: of any task.
+        images: height and width of each image of a sample, of a recipe with images; None: as the recipe has it, or usual ones.
+
     Raises:
-        UsageError: a task without a formula.
+        UsageError: a task without a formula; images of a recipe without them.
 
     >>> from samestep.recipe.catalog import load
     >>> [model_from_recipe(load(name)).num_parameters for name in ("gpt2_xl_8xa100", "bert_large_phase1", "resnet50_1xv100")]
@@ -56,7 +63,9 @@ def model_from_recipe(recipe: Recipe) -> Model:
     if recipe.parts.shape is None:
         tasks = ", ".join(task for task, recipe_class in TASKS.items() if recipe_class.parts.shape is not None)
         raise UsageError(f"task {recipe.task} has no formula for its size, compute and memory: known are {tasks}")
-    model: Model = recipe.parts.find("shape")(recipe)
+    if images is not None and not getattr(recipe, "images", False):
+        raise UsageError(f"image_sizes is given, but {recipe.name} has no images in conversations: leave it out")
+    model: Model = recipe.parts.find("shape")(recipe, **({} if images is None else {"images": images}))
     return model
 
 
@@ -93,8 +102,13 @@ def text_classification(recipe: TextClassification) -> Transformer:
     return transformer.bert(shape, recipe.max_seq_length, None, is_unpadded=True)
 
 
-def causal_lm_finetuning(recipe: CausalLmFineTuning) -> Decoder:
-    """Return the decoder that is fine-tuned; a sample of preferences is a pair of sequences of full length."""
+def causal_lm_finetuning(recipe: CausalLmFineTuning, images: Sequence[tuple[int, int]] | None = None) -> Decoder:
+    """Return the decoder that is fine-tuned, with its tower where it reads images of these sizes; see `model_from_recipe`.
+
+    A sample of preferences is a pair of sequences of full length.
+    """
+    if recipe.images:
+        return readers.image_text_finetuning(recipe, images)
     is_pair = recipe.objective != "sft"
     shape = base_models.shape_from_recipe(recipe)
     method = Tuning(
@@ -119,6 +133,14 @@ def has_formula(recipe: Recipe) -> bool:
     """Tell whether `model_from_recipe` knows the recipe's model without asking the network."""
     if not recipe.is_planned:
         return False
+    if isinstance(recipe, Seq2SeqFineTuning):
+        path = recipe.model_name_or_path
+        found = (
+            {"model_type": recipe.architecture}
+            if path is None
+            else base_models.find_local_config(base_models.find_weights(recipe))
+        )
+        return found is not None and is_seq2seq(found)
     if not isinstance(recipe, CausalLmFineTuning | CausalLmPretraining):
         return True
     path = getattr(recipe, "model_name_or_path", None)

@@ -102,6 +102,7 @@ def whisper(config: Config, source_length: int, target_length: int) -> EncoderDe
         0,
         num_outside=stem + positions * h + 2 * h,
         outside_flops=flops,
+        input_flops=2 * 2 * positions * 3 * mels * h,
         outside_bytes=saved,
         **outside,
     )

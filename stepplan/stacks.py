@@ -57,12 +57,16 @@ class Stack:
         is_fused: whether queries, keys and values are one matrix.
         extra_layer: parameters of a layer that the other fields do not count.
         num_outside: parameters outside the layers: positions, a stem, normalisations.
+        num_unreached: parameters, of all, that no loss reaches, so that they are not trained: a head that nobody asks.
         outside_flops: of a sample's forward outside the layers.
+        input_flops: those of them that read what needs no gradient: pixels, spectrograms.
         outside_bytes: bytes that a sample saves outside the layers.
         dropouts, activation_dropout, attention_dropout: whether there is such a dropout, which keeps a mask.
         has_score_bias: whether self-attention adds a bias of distances to its scores, which are stored, in float32.
+        is_padded: whether that bias has a mask of each sample's padding in it.
         stores_scores: whether all attention stores its matrices, as eager attention does.
-        is_trained: whether its weights are; a stack that is neither trained nor adapted saves nothing.
+        is_trained: whether its weights are; a stack that is neither trained nor adapted saves nothing,
+        passes_gradient: unless the gradient goes through it to what is trained below.
         method: adapters on it; None: there are none.
         names: of its modules, as `NAMES`.
     """
@@ -84,14 +88,18 @@ class Stack:
     is_fused: bool = False
     extra_layer: int = 0
     num_outside: int = 0
+    num_unreached: int = 0
     outside_flops: int = 0
+    input_flops: int = 0
     outside_bytes: tuple[int, int] = (0, 0)
     dropouts: bool = False
     activation_dropout: bool = False
     attention_dropout: bool = False
     has_score_bias: bool = False
+    is_padded: bool = False
     stores_scores: bool = False
     is_trained: bool = True
+    passes_gradient: bool = False
     method: Tuning | None = None
     names: tuple[str, ...] = NAMES
 
@@ -154,7 +162,7 @@ class Stack:
     @property
     def num_trained(self) -> int:
         """Parameters that have gradients."""
-        return self.num_adapter + self.num_base * self.is_trained
+        return self.num_adapter + (self.num_base - self.num_unreached) * self.is_trained
 
     @property
     def weight_bytes(self) -> int:
@@ -168,7 +176,7 @@ class Stack:
     @property
     def is_passed(self) -> bool:
         """Whether the backward goes through the layers."""
-        return self.is_trained or self.num_adapter > 0
+        return self.is_trained or self.num_adapter > 0 or self.passes_gradient
 
     # -----------------------------------------------------------------------------------------------------------------
     # Work
@@ -192,7 +200,7 @@ class Stack:
         if not self.is_passed:
             return self.forward_flops
         frozen = 0 if self.is_trained else sum(2 * matrix.tokens * matrix.size for matrix in self.matrices)
-        return 3 * self.forward_flops - self.num_layers * frozen
+        return 3 * self.forward_flops - self.num_layers * frozen - self.input_flops
 
     # -----------------------------------------------------------------------------------------------------------------
     # Memory
@@ -224,15 +232,25 @@ class Stack:
         total += t * f * (OTHER_ACTIVATIONS.get(self.activation, INPUT_AND_OUTPUT)[autocast] + 2 * b * self.is_gated)
         # The dropout's output is what the last matrix needs; before it an activation may keep its own, too
         total += t * f * self.activation_dropout * (1 + b * (self.activation == "relu" and not self.is_gated))
+        # T5 casts a relu's output to the type of the last matrix, which autocast casts back: a copy, as of a dropout
+        is_copied = autocast and self.has_rms and self.activation == "relu" and not self.is_gated
+        total += b * t * f * (is_copied and self.is_trained and not self.activation_dropout)
         total += t * h * self.dropouts * (1 + self.num_attentions)
         return total + self.score_bytes(autocast)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of a sample's bias of scores in float32, with its mask, which all layers share; 0: it is no sample's own."""
+        return 4 * self.num_heads * self.tokens**2 * (self.has_score_bias and self.is_padded)
 
     def score_bytes(self, autocast: bool) -> float:
         """Count the bytes of a layer's stored matrices of scores, of a sample."""
         if not self.stores_scores:
             total = 4.0 * self.tokens * self.num_heads * self.num_attentions  # statistics of the kernel
-            if self.has_score_bias:  # in float32 queries, keys and values, too
+            if self.has_score_bias and self.is_trained:  # in float32 queries, keys and values, too
                 total += self.tokens * (4 * self.num_heads * self.tokens + 6 * self.queries * autocast)
+            elif self.has_score_bias:  # a bias that needs no gradient goes to the kernel
+                total += self.bias_bytes / (2 if autocast else 1)
             return total
         pairs = self.num_heads * self.tokens * (self.tokens + self.source_tokens)
         each = 6 if autocast else 4 + 4 * self.attention_dropout
@@ -246,7 +264,8 @@ class Stack:
     def kept_bytes(self, *, autocast: bool) -> float:
         """Count what stays of `saved_bytes` where layers are computed again: the input of each."""
         outside = self.outside_bytes[autocast] if self.is_passed else 0
-        return 4 * self.num_layers * self.tokens * self.hidden_size * self.is_passed + outside
+        states = 4 * self.num_layers * self.tokens * self.hidden_size
+        return (states + self.bias_bytes) * self.is_passed + outside
 
     def temporary_bytes(self, *, autocast: bool) -> float:
         """Count the bytes of gradients of a sample on their way through a layer, as of `transformer._layer`."""
@@ -255,7 +274,7 @@ class Stack:
         h, f = self.hidden_size, self.intermediate_size * (1 + self.is_gated)
         feed_forward = self.tokens * (6 * h + 2 * f if autocast else 4 * h + 4 * f)
         pairs = self.num_heads * self.tokens * max(self.tokens, self.source_tokens * self.stores_scores)
-        pairs *= self.stores_scores or self.has_score_bias
+        pairs *= self.stores_scores or (self.has_score_bias and self.is_trained)
         # When attention's gradients are the most, what the feed-forward layer saved is gone
         gone = self.tokens * f * OTHER_ACTIVATIONS.get(self.activation, INPUT_AND_OUTPUT)[autocast]
         return max(feed_forward, pairs * (6 if autocast else 8) - gone)
@@ -386,7 +405,10 @@ class EncoderDecoder:
     def flops_per_sample(self) -> int:
         """FLOPs of forward and backward of a sample."""
         head = (6 if self.is_full else 4) * self.num_logits * self.hidden_size
-        return round(sum(stack.flops for stack in self.stacks) + head)
+        # States of an encoder that is not passed need no gradient
+        needless = sum(2 * x.tokens * x.size for x in self.decoder.matrices if x.reads == "source")
+        needless *= self.decoder.num_layers * (not self.encoder.is_passed)
+        return round(sum(stack.flops for stack in self.stacks) + head - needless)
 
     @property
     def forward_share(self) -> float:
@@ -478,18 +500,22 @@ class EncoderDecoder:
         )
 
 
-def adapt(model: EncoderDecoder, method: Tuning, *, trains_encoder: bool = True) -> EncoderDecoder:
+def adapt(
+    model: EncoderDecoder, method: Tuning, *, trains_encoder: bool = True, shares_embedding: bool = False
+) -> EncoderDecoder:
     """Return the model with a part of it trained.
 
     Args:
         model: all of which is trained.
         method: adapters; of rank None: all weights.
         trains_encoder: whether the encoder is trained, or adapted, too; else it is frozen.
+        shares_embedding: whether a frozen encoder reads the embedding of the decoder, which is trained without adapters.
     """
     encoder, decoder = (
         stack if method.rank is None else dataclasses.replace(stack, is_trained=False, method=method)
         for stack in (model.encoder, model.decoder)
     )
     if not trains_encoder:
-        encoder = dataclasses.replace(model.encoder, is_trained=False)
+        passes = shares_embedding and method.rank is None
+        encoder = dataclasses.replace(model.encoder, is_trained=False, passes_gradient=passes)
     return dataclasses.replace(model, encoder=encoder, decoder=decoder)

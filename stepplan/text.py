@@ -11,6 +11,7 @@ from samestep.printing import describe_sizes, line_width, round_number, wrap
 from samestep.recipe.reading import is_installed
 from samestep.recipe.recipe import explain_accumulation
 from stepplan.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
+from stepplan.image_text import describe_images
 from stepplan.placement import BAND, RESERVED
 
 OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
@@ -272,6 +273,13 @@ def _list_model(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
         f"({states / 2**30:.3f} GiB) in float32",
     )
+    if "images" in answer:
+        images = answer["images"]
+        yield (
+            "images",
+            f"{describe_images(images['sizes'])} pixels, {images['tokens']:,} of the tokens of a sample; --image_sizes "
+            "plans others",
+        )
     flops = f"{answer['flops_per_sample'] / 1e9:,.1f}"
     if "flops_per_token" in answer:
         length = round(answer["flops_per_sample"] / answer["flops_per_token"])

@@ -30,6 +30,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import Hyperparameters
 from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
 from samestep.step import optim
 from samestep.step.noise import noise_by_sample
 from stepplan import base_models
@@ -284,6 +285,9 @@ def trace_recipe(
         options["shape"] = shape = find_shape(base_models.find_weights(recipe))
         values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"], "model_name_or_path": None}
         recipe = dataclasses.replace(recipe, **values)
+    elif isinstance(recipe, Seq2SeqFineTuning) and recipe.model_name_or_path is not None:
+        config = base_models.find_config(base_models.find_weights(recipe))
+        options["shape"] = config | {"decoder_start_token_id": config.get("decoder_start_token_id", 0)}
     elif hasattr(recipe, "model_name_or_path"):
         no_weights: dict[str, Any] = {"model_name_or_path": None}
         recipe = dataclasses.replace(recipe, **no_weights)

@@ -1,7 +1,7 @@
 """The subject of a plan: a model, its global batch, and the bytes that the optimizer keeps and moves."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +216,7 @@ def from_recipe(
     attention: str = "sdpa",
     num_train_samples: int | None = None,
     critical_batch_size: float | None = None,
+    images: Sequence[tuple[int, int]] | None = None,
 ) -> Workload:
     """Make the workload of a recipe.
 
@@ -226,11 +227,12 @@ def from_recipe(
         attention: sdpa or eager, of transformers.
         num_train_samples: samples of the training data, where the recipe does not say it.
         critical_batch_size: samples, for a warning.
+        images: as of `memory.model_from_recipe`.
 
     Raises:
         UsageError: a task without a formula, eager attention for a model without attention, an impossible schedule.
     """
-    model = _set_attention(model_from_recipe(recipe), attention, recipe.name)
+    model = _set_attention(model_from_recipe(recipe, images), attention, recipe.name)
     optimizer = recipe.optimizer_name
     num_samples = num_train_samples or getattr(recipe, "num_train_samples", None)
     num_steps, per_epoch = recipe.max_train_steps, None

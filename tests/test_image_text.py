@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from cases import keep
 from common import metrics, samples_of_steps
-from compare import check, relative
+from compare import check, parameters, relative
 from image_bases import FAMILIES, save_image_base
 from PIL import Image
 from transformers import AutoModelForImageTextToText, pipeline
@@ -20,10 +21,13 @@ from samestep import cli
 from samestep._internals.image_processors import load_processor
 from samestep.data import conversation_rows, conversations, row_images
 from samestep.data.builtin import drawn_images
+from samestep.data.image_conversations import find_videos
 from samestep.errors import UsageError, exit_code
+from samestep.pages import find_policy
 from samestep.recipe.catalog import load
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
 from samestep.recipe.tasks.conversation_images import IMAGE_SHAPE
+from samestep.recipe.tasks.freezing import ROLES
 
 PROGRAM = "finetune_causal_lm"
 LOADED = [family for family in FAMILIES if family != "smolvlm"]  # whose processor needs torchvision
@@ -290,60 +294,6 @@ def test_images_are_named_where_only_text_is_trained(rows):
     assert ["set images to true" in problem.reason for problem in problems] == [True, True]
 
 
-def save_odd(folder: Path) -> dict[str, str | None]:
-    """Save images of many kinds; return name -> what is said of those that cannot be used."""
-    odd: dict[str, str | None] = {}
-
-    def keep_image(name: str, image: Image.Image, **options) -> None:
-        image.save(folder / name, **options)
-        odd[name] = None
-
-    keep_image("cmyk.jpg", IMAGE.convert("CMYK"))
-    keep_image("grey.png", IMAGE.convert("L"))
-    keep_image("alpha.png", IMAGE.convert("RGBA"))
-    keep_image("palette.gif", IMAGE.convert("P"))
-    keep_image("clear.png", IMAGE.convert("P"), transparency=0)
-    keep_image("animated.gif", IMAGE, save_all=True, append_images=[Image.new("RGB", IMAGE.size)])
-    keep_image("wide.png", Image.fromarray(np.full((30, 20), 40000, np.uint16)))
-    keep_image("bit.png", IMAGE.convert("1"))
-    keep_image("point.png", Image.new("RGB", (1, 1), (1, 2, 3)))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    keep_image("turned.jpg", IMAGE, exif=exif)
-    (folder / "named.txt").write_bytes((folder / "grey.png").read_bytes())
-    odd["named.txt"] = None
-    (folder / "empty.png").write_bytes(b"")
-    (folder / "text.png").write_text("no image")
-    (folder / "cut.png").write_bytes((folder / "alpha.png").read_bytes()[:60])
-    Image.new("1", (20000, 20000)).save(folder / "bomb.png")
-    odd |= {
-        "empty.png": "not an image",
-        "text.png": "not an image",
-        "cut.png": "cannot be decoded",
-        "gone.png": "No such file",
-    }
-    return odd | {"bomb.png": "decompression bomb"}
-
-
-def test_odd_images_are_used_or_said_in_one_line_each(train, write_flags, base, tmp_path):
-    """With --on_bad_row skip; nothing is lost."""
-    odd = save_odd(tmp_path)
-    file = tmp_path / "odd.jsonl"
-    lines = [json.dumps({"image": name, "question": "what?", "answer": name}) + "\n" for name in odd]
-    file.write_text("".join(lines), encoding="utf-8")
-    more = f"--train_file {file} --max_train_steps 2 --on_bad_row"
-    folder = train("run", write_flags(base("llava"), f"{more} skip"), program=PROGRAM)
-    skipped = [json.loads(line) for line in (folder / "skipped_rows.jsonl").read_text().splitlines()]
-    bad = [name for name, fault in odd.items() if fault is not None]
-    assert [row["place"] for row in skipped] == [f"{file}:{list(odd).index(name) + 1}" for name in bad]
-    for name, row in zip(bad, skipped, strict=True):
-        assert odd[name] in row["reason"], row
-    assert json.loads((folder / "all_results.json").read_text())["train_samples"] == len(odd) - len(bad)
-    with pytest.raises(UsageError) as raised:
-        train("refused", write_flags(base("llava"), f"{more} refuse"), program=PROGRAM)
-    assert sum(str(problem).count("the image") for problem in raised.value.problems) >= 3
-
-
 def test_an_image_is_never_cut(finetune, base):
     """A row whose image the cut would reach is left out, and the log says so."""
     folder = finetune("run", base("qwen2_5_vl"), "--max_seq_length 40 --truncation cut --max_train_steps 1")
@@ -375,6 +325,43 @@ def test_two_processes_take_the_same_step(train_on, finetune, write_flags, base,
     check(folder / PROGRAM / "cut", whole, "float32" if family in BOUNDS else "float64")
 
 
+CUTS = ("4", "3", "2", "1", "3 --gradient_checkpointing")
+"""Samples of a micro-batch, beside the whole step's 5."""
+ROUNDED = 2**-20
+"""Relative error of a step by 3 processes: all families compute norms in float32, also of float64, so that a gradient that is
+multiplied by 3, and divided by it, is rounded in them; by 2 it is not."""
+WAYS = {"whole": "", "adapters": "--lora_rank 2 --lora_alpha 4"}
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", LOADED)
+def test_the_grid_of_cuts_and_processes(train_on, finetune, write_flags, base, family, way):
+    """Steps of 5, 3 (the rest of an epoch) and 5 samples in 6 cuts; on 1, 2 and 3 processes, of which one may have none, with
+    divided weights, and resumed on more."""
+    kind, folder = "float32" if family in BOUNDS else "float64", base(family)
+    more = f"--validation_fraction 0.3 --epoch_end keep {WAYS[way]} --per_device_train_batch_size"
+    few = f"--global_batch_size 2 --learning_rate_batch_size 2 {more}"
+    whole, least = finetune("whole", folder, f"{more} 5"), finetune("least", folder, f"{few} 2")
+    assert [line["samples"] for line in metrics(whole)] == [5, 3, 5]
+    for number, cut in enumerate(CUTS):
+        check(finetune(f"cut_{number}", folder, f"{more} {cut}"), whole, kind)
+    saving = f"{more} 2 --checkpointing_steps 1 --lr_num_steps 3"
+    finetune(f"{PROGRAM}/resumed", folder, f"{saving} --max_train_steps 1")
+    saving += " --resume_from_checkpoint latest"
+    flags = {"processes": f"{more} 1", "idle": f"{few} 1", "resumed": saving}
+    runs = train_on(3, {f"{PROGRAM}/{name}": write_flags(folder, text) for name, text in flags.items()})
+    for name, truth in (("processes", whole), ("resumed", whole), ("idle", least)):
+        losses = [[line["loss"] for line in metrics(path)] for path in (runs / PROGRAM / name, truth)]
+        assert losses[0] == pytest.approx(losses[1], rel=ROUNDED), name
+        assert relative(parameters(runs / PROGRAM / name), parameters(truth)) < ROUNDED, name
+    runs = train_on(2, {f"{PROGRAM}/two": write_flags(folder, f"{more} 2")})
+    check(runs / PROGRAM / "two", whole, kind)
+    runs = train_on(2, {f"{PROGRAM}/sharded": write_flags(folder, f"{more} 1")}, "fsdp2_2xcpu")
+    check(runs / PROGRAM / "sharded", whole, kind)
+
+
 LORA = {
     "language": "--lora_targets language_model.layers.0.self_attn.q_proj language_model.layers.1.mlp.down_proj",
     "projector": "--lora_targets linear_1 linear_2",
@@ -391,8 +378,100 @@ def test_adapters_take_the_same_step_in_every_cut(finetune, base, targets):
     check(finetune("cut", base("llava"), f"{more} --per_device_train_batch_size 2"), whole, "float64")
 
 
+def make_sums(base: Path, rows: Path, **changes):
+    """Make the data and the model of a run on a base, by the program's own code."""
+    fields = dict.fromkeys(NONE) | {"model_name_or_path": str(base), "train_file": [str(rows)]}
+    recipe = load("sft_small_cpu", fields | {"images": True, "validation_fraction": 0.0} | changes)
+    source, _ = conversations.build(recipe)
+    return source, recipe.parts.find("model").from_recipe(recipe, source)
+
+
+@pytest.mark.parametrize("family", keep(LOADED, ["llava", "qwen3_vl"]))
+def test_a_frozen_tower_stays_and_costs_no_gradient(finetune, base, rows, family):
+    """The same step in every cut; its projector, which in Qwen is inside of it, and the text are trained."""
+    more = "--validation_fraction 0.3 --freeze vision_tower --per_device_train_batch_size"
+    whole = finetune("whole", base(family), f"{more} 5")
+    check(finetune("cut", base(family), f"{more} 2"), whole, "float32" if family in BOUNDS else "float64")
+    source, sums = make_sums(base(family), rows, freeze=["vision_tower"])
+    model, saved = sums.causal_lm, []
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    sizes = [(p.numel(), name in frozen) for name, p in model.named_parameters()]
+    trained = sum(size for size, is_frozen in sizes if not is_frozen)
+    assert f"{trained:,} of {sum(size for size, _ in sizes):,} parameters are trained" in sums.notes
+    # What changed in the run: nothing of the tower, something of the projector and of the text
+    before, after = (
+        dict(AutoModelForImageTextToText.from_pretrained(folder).named_parameters()) for folder in (base(family), whole)
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert frozen
+    assert not frozen & changed
+    kinds = [{role for role, names in ROLES.items() if set(name.split(".")) & set(names)} for name in changed]
+    assert any("projector" in kind for kind in kinds)
+    assert any("language_model" in kind for kind in kinds)
+    assert all("projector" in kind for kind in kinds if "vision_tower" in kind)
+    # No output of a frozen layer has a gradient
+    layers = [module for name, module in model.named_modules() if f"{name}.weight" in frozen]
+    handles = [
+        layer.register_forward_hook(lambda _, __, output: saved.append(output.requires_grad)) for layer in layers
+    ]
+    batch = {name: value for name, value in source.collate([source.draw(0, 0)]).items() if name != "counts"}
+    sums(**batch)[0].sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert saved
+    assert not any(saved)
+    assert all((p.grad is None) == (name in frozen) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", keep(LOADED, ["llava"]))
+def test_adapters_are_only_where_nothing_is_frozen(base, rows, family):
+    """On language model, projector or tower, whatever their layers are called."""
+    for part in ROLES:
+        freeze = [role for role in ROLES if role != part]
+        try:
+            _, sums = make_sums(base(family), rows, freeze=freeze, lora_rank=2, lora_alpha=4)
+        except UsageError:  # the projector of Gemma 3 is one matrix that is no layer
+            assert (family, part) == ("gemma3", "projector")
+            continue
+        names = [name for name, parameter in sums.model.named_parameters() if parameter.requires_grad]
+        assert names
+        for name in names:
+            assert "lora_" in name
+            kind = {role for role, others in ROLES.items() if set(name.split(".")) & set(others)}
+            assert part in kind
+            assert part != "vision_tower" or "projector" not in kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"freeze": ["towr"]}, "freeze names towr, but LlavaForConditionalGeneration has no such module: give some of"),
+        ({"freeze": [*ROLES]}, "which is all of the model: leave a part to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_said_in_one_line(base, rows, changes, message):
+    with pytest.raises(UsageError) as raised:
+        make_sums(base("llava"), rows, **changes)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawn images, and a model with random weights
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "video_preprocessor_config.json"])
+def test_the_part_for_videos_is_saved_as_it_was(base, tmp_path, name):
+    """It is loaded only where torchvision is, and is not lost on machines without it."""
+    folder, videos = tmp_path / "base", {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2}
+    shutil.copytree(base("qwen2_5_vl"), folder)
+    path = folder / name
+    whole = videos if name.startswith("video") else json.loads(path.read_text()) | {"video_processor": videos}
+    path.write_text(json.dumps(whole))
+    load_processor(str(folder), find_videos(str(folder))).save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "processor_config.json").read_text())["video_processor"] == videos
+    again = load_processor(str(tmp_path / "saved"))
+    assert type(again) is type(load_processor(str(base("qwen2_5_vl"))))
 
 
 def test_drawn_images_are_decided_by_seed_and_number():
@@ -426,6 +505,7 @@ def test_a_llava_of_random_weights_takes_the_same_step_in_every_cut(train):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ("--images false --freeze vision_tower", "but images is false, and of models of texts"),
         ("--architecture llama", "with random weights only llava is made"),
         ("--image_size none", "image_size is None"),
         ("--image_patch_size 7", "image_patch_size 7 does not divide it"),
@@ -441,13 +521,11 @@ def test_recipes_that_cannot_be_are_refused_in_words(flags, problem, train, tmp_
 
 
 def test_recipes_without_images_have_the_fingerprints_of_earlier_versions():
+    for name in ("vlm_small_cpu", "seq2seq_small_cpu"):
+        assert "freeze" not in load(name).decisive_fields()
+        assert load(name, {"freeze": ["encoder"]}).fingerprint != load(name).fingerprint
     assert not {"images", *IMAGE_SHAPE} & load("sft_small_cpu").decisive_fields().keys()
     assert load("vlm_small_cpu").decisive_fields().keys() >= {"images", *IMAGE_SHAPE}
-
-
-def test_a_plan_says_that_towers_are_not_counted(capsys):
-    assert exit_code(lambda: cli.main(["plan", "vlm_small_cpu"])) == 2
-    assert "no formula here counts the tower of images of vlm_small_cpu" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -480,3 +558,42 @@ def test_a_resumed_run_on_two_processes_is_the_same(train_on, finetune, write_fl
     finetune(f"{PROGRAM}/cut", base("llava"), f"{flags} --max_train_steps 1")
     folder = train_on(2, {f"{PROGRAM}/cut": write_flags(base("llava"), f"{flags} --resume_from_checkpoint latest")})
     check(folder / PROGRAM / "cut", whole, "float64")
+
+
+@pytest.mark.rooms
+@pytest.mark.parametrize("family", keep(LOADED, ["llava", "idefics3"]))
+def test_samples_are_shown_with_their_images(base, rows, family):
+    """Each where it stands in the text, in small on a page; what is trained is text."""
+    from samestep.contrib.showing.page import write_page
+    from samestep.contrib.showing.texts import read_sequences, show_samples
+
+    source, _ = make_sums(base(family), rows)
+    text = "\n".join(show_samples(source, len(NUMBERS)))
+    for row, number in enumerate(NUMBERS):
+        (sequence,) = read_sequences(source, row, with_copies=True)
+        images = [part for part in sequence.parts if part.image]
+        assert len(images) == number
+        for place, part in enumerate(images):
+            with Image.open(rows.parent / f"{row}_{place}.png") as image:
+                name = f"image {place + 1}: {row}_{place}.png, {image.width} x {image.height} pixels, "
+            assert part.text.startswith(f"[{name}")
+            assert not part.is_trained
+            assert name in text
+        words = "".join(part.text for part in sequence.parts)
+        assert words.count("Which colours?") == row + 1
+        assert source.processor.image_token not in words
+        trained = "".join(part.text for part in sequence.parts if part.is_trained)
+        assert trained.count("<|im_end|>") == 1 + (number > 2)
+    page = write_page(source.recipe, source, None, len(NUMBERS))
+    assert page.count('<img src="data:image/png;base64,') == sum(NUMBERS)
+    assert "img-src data:" in find_policy(page)
+
+
+@pytest.mark.rooms
+def test_the_command_shows_images(capsys, tmp_path):
+    words = f"show-data vlm_small_cpu --num_train_samples 40 --num_validation_samples 4 --html {tmp_path / 'data.html'}"
+    assert exit_code(lambda: cli.main(words.split())) == 0
+    assert "wrote " in capsys.readouterr().out
+    page = (tmp_path / "data.html").read_text(encoding="utf-8")
+    assert page.count("<img ") >= 3
+    assert "image 1: in the row, 32 x 32 pixels, 16 tokens" in page

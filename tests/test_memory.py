@@ -279,13 +279,12 @@ def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, ea
         "causal_lm_pretraining": "block_size",
         "modernbert_pretraining": "max_seq_length",
         "image_classification": "image_width",
+        "seq2seq_finetuning": "max_target_length",
     }
     field = names.get(recipe.task, "image_height")
-    if recipe.task == "causal_lm_finetuning":  # has no more positions than that
-        recipe, more = (
-            dataclasses.replace(recipe, max_seq_length=recipe.max_seq_length // 2),
-            min(more, recipe.max_seq_length // 2),
-        )
+    if recipe.task in ("causal_lm_finetuning", "seq2seq_finetuning"):  # may have no more positions than that
+        length = getattr(recipe, field)
+        recipe, more = dataclasses.replace(recipe, **{field: length // 2}), min(more, length // 2)
     short, long = recipe, dataclasses.replace(recipe, **{field: getattr(recipe, field) + more})
     settings = {"mixed_precision": mixed_precision}
     assert plan(short, b, n, **settings).total <= plan(long, b, n, **settings).total

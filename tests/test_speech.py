@@ -2,7 +2,6 @@
 
 import io
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +25,10 @@ from transformers import (
 )
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
+from samestep import cli
 from samestep.data import audio, seq2seq
 from samestep.data.builtin import spoken_digits
-from samestep.errors import UsageError
+from samestep.errors import UsageError, exit_code
 from samestep.recipe.catalog import load
 from samestep.training.checkpoint import checkpoints, read
 
@@ -64,32 +64,6 @@ def test_a_tone_stays_that_tone(kind, rate):
 
 
 WHOLE = encode(tone(440, 16000))
-NOISY_FLAC = encode(np.random.default_rng(0).normal(size=16000) * 0.1, kind="flac")
-ODD = {
-    "no bytes": (b"", "has no bytes"),
-    "text": (b"not a recording at all" * 9, "is no audio that can be read"),
-    "zeros": (bytes(5000), "is no audio that can be read"),
-    "wav cut off": (WHOLE[: len(WHOLE) // 2], "is cut off"),
-    "wav, its header alone": (WHOLE[:44], "is cut off"),
-    "wav, half a header": (WHOLE[:20], "is cut off"),
-    "flac cut off": (NOISY_FLAC[: len(NOISY_FLAC) // 2], "is cut off"),
-    "flac, its header alone": (NOISY_FLAC[:50], "is "),
-    "no sound": (encode(np.zeros(0)), "holds no sound"),
-    "not finite": (encode(np.array([0.0, np.nan, 1.0] * 100), subtype="FLOAT"), "holds numbers that are not finite"),
-    "infinite": (encode(np.array([0.0, np.inf, 1.0] * 100), subtype="FLOAT"), "holds numbers that are not finite"),
-    "no rate": (WHOLE[:24] + struct.pack("<I", 0) + WHOLE[28:], "is no audio that can be read"),
-    "a slow rate": (encode(tone(10, 100, 2.0), 100), "has 100 frames a second, must have 1,000 to 384,000"),
-    "a fast rate": (encode(tone(440, 16000), 2_000_000), "has 2,000,000 frames a second"),
-    "too long": (encode(np.zeros(17000)), "is 1.1 seconds long, but the model takes 1: cut it into parts"),
-}
-CELLS = {
-    "missing": ("nowhere.wav", "nowhere.wav cannot be read: No such file"),
-    "folder": (".", "is a folder, not a regular file"),
-    "address": ("https://example.org/a.wav", "is the address 'https://example.org/a.wav': load the file"),
-    "null": (None, "is empty: give a file, or remove the row"),
-    "number": (3, "holds int, not a path or bytes of audio"),
-    "empty mapping": ({"path": None, "bytes": None}, "is empty"),
-}
 
 
 def write_rows(folder: Path, rows: list[dict]) -> Path:
@@ -100,32 +74,6 @@ def write_rows(folder: Path, rows: list[dict]) -> Path:
 def build(file: Path, on_bad_row: str = "refuse", **changes):
     changes = {"train_file": [str(file)], "validation_fraction": 0, "max_source_length": 50} | changes
     return seq2seq.build(load("speech_small_cpu", changes), on_bad_row=on_bad_row)[0]
-
-
-def test_odd_recordings_are_refused_in_a_line_each_or_listed(tmp_path):
-    (tmp_path / "good.wav").write_bytes(WHOLE)
-    rows, messages = [{"audio": "good.wav", "text": "one"}, {"audio": {"path": "good.wav"}, "text": "two"}], []
-    for number, (data, message) in enumerate(ODD.values()):
-        (tmp_path / f"{number}.wav").write_bytes(data)
-        rows.append({"audio": f"{number}.wav", "text": "three"})
-        messages.append(message)
-    for cell, message in CELLS.values():
-        rows.append({"audio": cell, "text": "three"})
-        messages.append(message)
-    for text in (None, "", " ", 3):
-        rows.append({"audio": "good.wav", "text": text})
-        messages.append("'text' holds int" if text == 3 else "'text' is empty")
-    file = write_rows(tmp_path, rows)
-    pairs = build(file, "skip")
-    assert len(pairs) == 2
-    bad = pairs.row_reports[0].bad
-    assert len(bad) == len(messages) == len(rows) - 2
-    for problem, message in zip(bad, messages, strict=True):
-        assert message in problem.reason
-        assert "\n" not in problem.reason
-        assert len(problem.reason) < 400
-    with pytest.raises(UsageError, match=r"--on_bad_row skip leaves out these 25 rows of 27"):
-        build(file)
 
 
 def test_columns_of_recordings(tmp_path):
@@ -305,6 +253,30 @@ def test_whisper_on_two_processes(train_on, train, whisper):
     assert relative(parameters(folder / PROGRAM / "whisper"), alone) < 1e-10
 
 
+@pytest.mark.distributed
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["", " --lora_rank 2 --lora_alpha 4", " --freeze encoder"])
+def test_the_grid_of_whisper(train_on, train, whisper, way):
+    """Six cuts of 7 recordings; steps of 5 and 2, and of 2 on 3 processes; divided weights; resumed on more processes."""
+
+    def write(batch: int, cut: int) -> str:
+        return flags(whisper, cut).replace(f"batch_size {NUM}", f"batch_size {batch}") + f" --epoch_end keep{way}"
+
+    every = train("every", write(NUM, NUM), program=PROGRAM)
+    for cut in (5, 4, 3, 2, 1):
+        assert relative(parameters(train(f"cut_{cut}", write(NUM, cut), program=PROGRAM)), parameters(every)) < 1e-12
+    whole, least = (train(f"of_{batch}", write(batch, batch), program=PROGRAM) for batch in (5, 2))
+    assert [line["samples"] for line in metrics(whole)] == [5, 2, 5]
+    saving = f"{write(5, 2)} --checkpointing_steps 1"
+    train(f"{PROGRAM}/resumed", f"{saving} --stop_after_step 1", program=PROGRAM)
+    runs = {"processes": write(5, 1), "idle": write(2, 1), "resumed": f"{saving} --resume_from_checkpoint latest"}
+    folder = train_on(3, {f"{PROGRAM}/{key}": more for key, more in runs.items()}) / PROGRAM
+    for key, truth in (("processes", whole), ("resumed", whole), ("idle", least)):
+        assert relative(parameters(folder / key), parameters(truth)) < 1e-12, key
+    folder = train_on(2, {f"{PROGRAM}/sharded": write(5, 2)}, "fsdp2_2xcpu") / PROGRAM
+    assert relative(parameters(folder / "sharded"), parameters(whole)) < 1e-12
+
+
 @pytest.mark.rooms
 def test_what_is_left_listens(train):
     """By transformers alone, with the texts of the last evaluation."""
@@ -324,3 +296,42 @@ def test_what_is_left_listens(train):
         features = extractor(sound, sampling_rate=audio.RATE, return_tensors="pt")["input_features"]
         tokens = model.generate(features, max_new_tokens=8)
         assert tokenizer.decode(tokens[0], skip_special_tokens=True).strip() == line["generated"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples are shown
+
+
+@pytest.mark.rooms
+def test_recordings_are_shown_by_their_length_and_rate(tmp_path, whisper):
+    """As they were written; of a target the given tokens are not marked."""
+    from samestep.contrib.showing.page import write_page
+    from samestep.contrib.showing.texts import show_samples
+
+    channels = np.stack([tone(440, 44100)] * 2, 1)
+    (tmp_path / "music.wav").write_bytes(encode(channels, 44100))
+    _, base, _ = whisper
+    shape = "architecture hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings"
+    changes = dict.fromkeys([*shape.split(), "vocab_size"]) | {"model_name_or_path": str(base), "max_target_length": 40}
+    changes |= {"source_language": "german", "target_language": "german"}
+    pairs = build(write_rows(tmp_path, [{"audio": "music.wav", "text": "la <b>la"}]), **changes)
+    text = "\n".join(show_samples(pairs, 1))
+    assert "source: 50 tokens, 0 trained" in text
+    assert f"[recording {tmp_path / 'music.wav'}: 0.50 seconds at 44,100 Hz, 2 channels]" in text
+    assert "<|de|><|transcribe|><|notimestamps|>[[la <b>la<|endoftext|>]]" in text
+    page = write_page(pairs.recipe, pairs, None, 1)
+    assert "0.50 seconds at 44,100 Hz" in page
+    assert "<mark>la &lt;b&gt;la&lt;|endoftext|&gt;</mark>" in page
+
+
+@pytest.mark.rooms
+@pytest.mark.parametrize("recipe", ["speech_small_cpu", "seq2seq_small_cpu"])
+def test_the_command_shows_pairs(capsys, tmp_path, recipe):
+    words = f"show-data {recipe} --num_train_samples 40 --num_validation_samples 4"
+    assert exit_code(lambda: cli.main(words.split())) == 0
+    out = capsys.readouterr().out
+    assert out.count("--- sample ") == 3
+    assert out.count("\ntarget: ") == 3
+    assert ("seconds at 16,000 Hz, drawn]" in out) == (recipe == "speech_small_cpu")
+    assert exit_code(lambda: cli.main([*words.split(), "--html", str(tmp_path / "data.html")])) == 0
+    assert (tmp_path / "data.html").read_text(encoding="utf-8").count("<article>") == 3

@@ -84,10 +84,11 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
     ),
     "show-data": Command(
         answered_by="samestep.contrib.showing.command:show_data",
-        summary="show samples of a language model's recipe, with the tokens that are trained",
+        summary="show samples of a recipe of texts, images or speech, with the tokens that are trained",
         description=(
             "Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in "
-            "[[ ]]. Then how many tokens are trained, how samples end, and how many rows were left out or cut. "
+            "[[ ]]. Images are named, on a page shown; of recordings it says the seconds and the rate. "
+            "Then how many tokens are trained, how samples end, and how many rows were left out or cut. "
             "--html writes one page about them, with a chart of lengths and the sources, that needs no network."
         ),
         usage="[--num_samples 3]",

@@ -94,6 +94,13 @@ def decode(data: bytes, name: str = "audio") -> np.ndarray:
     return mono if rate == RATE else soxr.resample(mono, rate, RATE).astype(np.float32)
 
 
+def describe(data: bytes) -> str:
+    """Describe a recording as it was written: its seconds, rate and channels."""
+    found = soundfile.info(io.BytesIO(data))
+    channels = f", {found.channels} channels" if found.channels > 1 else ""
+    return f"{found.duration:.2f} seconds at {found.samplerate:,} Hz{channels}"
+
+
 def _find_cut(data: bytes) -> str | None:
     """Say that a wav file has fewer bytes than its header promises; libsndfile reads what is there."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE" or len(data) < 12:

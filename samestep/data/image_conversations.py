@@ -10,19 +10,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import cached_file
 
-from samestep._internals.image_processors import load_processor
+from samestep._internals.image_processors import VIDEO, load_processor
 from samestep.data.arrow import Dataset, hash_parts
 from samestep.data.chat_templates import Part, Renderer, Rendering, Request, choose_template, make_tokenizer
 from samestep.data.conversations import Conversation, Conversations
 from samestep.data.row_images import list_images_of_row, mark_of, open_image
 from samestep.errors import RunError, UsageError, reason
 from samestep.recipe.extras import optional, require
-from samestep.recipe.reading import format_name
+from samestep.recipe.reading import format_name, read_json
 
 Image = optional("PIL.Image")
 
@@ -58,7 +60,7 @@ def make_processor(recipe: Any, rows: Dataset) -> Any:
             image_token=OWN_MARK,
         )
     try:
-        processor = load_processor(name)
+        processor = load_processor(name, find_videos(name))
     except Exception as error:  # of any kind: network, names, files of others
         hint = "" if find_spec("torchvision") else " (torchvision is not installed, which it may need)"
         raise UsageError(
@@ -73,6 +75,23 @@ def make_processor(recipe: Any, rows: Dataset) -> Any:
     template = choose_template(recipe) or processor.tokenizer.chat_template or processor.chat_template
     processor.tokenizer.chat_template = processor.chat_template = template
     return processor
+
+
+def find_videos(name_or_path: str) -> dict[str, Any] | None:
+    """Find the configuration of a processor's part for videos; None: it has none, or it cannot be had.
+
+    transformers 5.24 reads it from a part of processor_config.json, or else from a file of its own.
+    """
+    for name, part in (("processor_config.json", VIDEO), ("video_preprocessor_config.json", None)):
+        try:
+            path = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
+            values = {} if path is None else read_json(Path(path), name)
+        except Exception:  # of any kind: network, files of others; what needs the processor says so
+            continue
+        found = values if part is None else values.get(part)
+        if isinstance(found, dict) and found:
+            return found
+    return None
 
 
 class ImageRenderer(Renderer):
@@ -130,6 +149,10 @@ class ImageRenderer(Renderer):
         for text in set(written):
             self.image_ids |= self.special_ids.intersection(super()._encode(text))
         return written
+
+    def encode_images(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Encode what the processor writes for each of a row's images, int [tokens]."""
+        return [np.array(super(ImageRenderer, self)._encode(text), np.int64) for text in self._write_images(names)]
 
     def keeps_images(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]], max_length: int) -> bool:
         return not any(np.isin(tokens[max_length:], list(self.image_ids)).any() for tokens, _ in sequences)
@@ -206,6 +229,21 @@ class ImageConversations(Conversations):
         """Make the pixels of samples, in the order of their images, and what belongs to them; nothing without images."""
         inputs = [self._make_pixels(sample_id) for sample_id in sample_ids]
         return join_pixels([values for values in inputs if values])
+
+    def locate_images(self, sample_id: int) -> list[tuple[str, int, int]]:
+        """Locate the images of a sample: each as `row_images.read_image` names it, and its first token and the one behind it.
+
+        An image whose tokens cannot be told from the text around them has no length.
+        """
+        names, tokens = self._list_images(int(self.places[sample_id])), self.draw(0, sample_id).tokens
+        found, start = [], 0
+        for name, own in zip(names, self.renderer.encode_images(names), strict=True):
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[start:], len(own)) if len(own) else tokens[:0]
+            places = np.flatnonzero((windows == own).all(1)) if 0 < len(own) <= len(tokens) - start else tokens[:0]
+            first = start + (int(places[0]) if len(places) else 0)
+            start = first + len(own) * bool(len(places))
+            found.append((name, first, start))
+        return found
 
     def _make_pixels(self, sample_id: int) -> dict[str, torch.Tensor]:
         place = int(self.places[sample_id])

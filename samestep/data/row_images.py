@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
+from samestep.recipe.reading import find_fault
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -160,6 +161,8 @@ def open_image(name: str) -> "Image.Image":
     is_content = name[:5] == "data:"
     shown = "an image in the row" if is_content else f"the image {_shorten(name)}"
     remedy = "mend it, or leave out the row"
+    if not is_content and (fault := find_fault(name)):  # the opening of a pipe would wait for ever
+        raise UsageError(f"{shown} {fault.rstrip('.')}, or leave out the row")
     try:
         file = io.BytesIO(base64.b64decode(name[name.index(",") + 1 :], validate=True)) if is_content else name
         return images.open_rgb(file)
@@ -180,7 +183,7 @@ def mark_of(name: str) -> tuple[Any, ...]:
         return (name,)
     try:
         status = os.stat(name)
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have, too
         return (name,)
     return name, status.st_size, status.st_mtime_ns
 

@@ -137,6 +137,7 @@ class Recordings:
         digest: of all recordings.
         num_positions: of the encoder, for each recording.
         describe: names a sample's recording for people.
+        measure: says how long a sample's recording is, and its rate; None: it is drawn at `audio.RATE`.
     """
 
     def __init__(
@@ -146,9 +147,10 @@ class Recordings:
         digest: str,
         num_positions: int,
         describe: Callable[[int], str],
+        measure: Callable[[int], str] | None = None,
     ):
         self.extractor, self.load, self.num_positions = extractor, load, num_positions
-        self._digest, self.describe = digest, describe
+        self._digest, self.describe, self._measure = digest, describe, measure
         self.notes: list[str] = []
 
     def __getitem__(self, sample_id: int) -> int:
@@ -158,6 +160,12 @@ class Recordings:
     def length(self, source: int) -> int:
         """Count the positions of the encoder."""
         return self.num_positions
+
+    def measure(self, sample_id: int) -> str:
+        """Say how long a sample's recording is, and its rate."""
+        if self._measure is not None:
+            return self._measure(sample_id)
+        return f"{len(self.load(sample_id)) / audio.RATE:.2f} seconds at {audio.RATE:,} Hz, drawn"
 
     def digest(self) -> str:
         """Hash all recordings, and how spectrograms are made of them."""
@@ -187,17 +195,24 @@ def read_recordings(rows: Dataset, recipe: Seq2SeqFineTuning) -> Recordings:
     """Make the sources of rows that `load_rows` returned."""
     files = rows.select_columns(["path", "bytes", "digest"])
 
-    def load(sample_id: int) -> np.ndarray:
+    def find_content(sample_id: int) -> bytes:
         row = files[sample_id]
-        content = row["bytes"] if row["bytes"] is not None else audio.read_file(row["path"])
+        content: bytes = row["bytes"] if row["bytes"] is not None else audio.read_file(row["path"])
         if hashlib.blake2b(content, digest_size=16).hexdigest() != row["digest"]:
             raise UsageError(f"{row['path']} is another file than at the start of the run: begin the run anew")
-        return audio.decode(content)
+        return content
+
+    def load(sample_id: int) -> np.ndarray:
+        return audio.decode(find_content(sample_id))
+
+    def measure(sample_id: int) -> str:
+        return audio.describe(find_content(sample_id))
 
     def describe(sample_id: int) -> str:
         return str(files[sample_id]["path"] or f"recording {sample_id}")
 
-    return Recordings(make_extractor(recipe), load, hash_parts(*files["digest"]), recipe.max_source_length, describe)
+    digest = hash_parts(*files["digest"])
+    return Recordings(make_extractor(recipe), load, digest, recipe.max_source_length, describe, measure)
 
 
 def make_extractor(recipe: Seq2SeqFineTuning) -> WhisperFeatureExtractor:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, reason
 from samestep.models import quantization
+from samestep.models.freezing import find_frozen_modules
 from samestep.models.pretrained import save_pretrained
 from samestep.recipe import extras
 from samestep.recipe.pretrained_shape import find_base
@@ -45,7 +46,8 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
     Args:
         model: on the device of its weights.
         recipe: has lora_rank, lora_alpha (None: lora_rank), lora_dropout, lora_targets (names of modules, or `all-linear`:
-            every linear layer but the head), use_rslora, use_dora, and modules_to_save, names of modules trained whole.
+            every linear layer but the head), use_rslora, use_dora, and modules_to_save, names of modules trained whole; freeze,
+            if it has it, names modules that get no adapters.
 
     The weights are those of an adapter, where model_name_or_path is one.
 
@@ -60,7 +62,8 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
     import peft  # takes seconds
 
     targets = list(recipe.lora_targets)
-    excluded = find_unused_modules(model)
+    frozen = find_frozen_modules(model, getattr(recipe, "freeze", None))
+    excluded = sorted({*find_unused_modules(model), *frozen})
     names = [name for name, _ in model.named_modules() if name not in excluded]
     check_module_names(recipe, names, type(model).__name__)
     generating = peft.TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else peft.TaskType.CAUSAL_LM

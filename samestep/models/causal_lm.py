@@ -28,7 +28,16 @@ from samestep._internals.transformers_models import (
 )
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, packing, quantization, saved_causal_lm, sequences, stop_tokens
+from samestep.models import (
+    adapters,
+    cpu_matmul,
+    freezing,
+    packing,
+    quantization,
+    saved_causal_lm,
+    sequences,
+    stop_tokens,
+)
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
@@ -101,6 +110,8 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
             f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {num_embeddings:,}: give the model's own "
             "tokenizer_name, or a larger vocab_size"
         )
+    if getattr(recipe, "freeze", None) and recipe.lora_rank is None:
+        freezing.freeze_modules(model, recipe.freeze)
     return model
 
 

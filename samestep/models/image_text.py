@@ -25,6 +25,7 @@ from samestep.data.image_conversations import OWN_MARK, TYPES
 from samestep.errors import UsageError
 from samestep.models import causal_lm
 from samestep.models.causal_lm import CausalLmSums
+from samestep.models.freezing import describe_trained
 from samestep.models.sequences import Sequences
 
 PIXELS = "pixel_values"
@@ -52,6 +53,7 @@ class ImageTextSums(CausalLmSums):
         self._refuse_noise()
         if not is_fake(next(model.parameters())):
             self._freeze_unreached()
+            self.notes = [*self.notes, describe_trained(self.model)]
 
     def _refuse_noise(self) -> None:
         """Refuse dropout outside of the language model, whose places in a sample are not known."""

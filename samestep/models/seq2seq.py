@@ -5,7 +5,7 @@ the logits, which have a row for each target, only a part exists at any time.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import recompute_activations, shift_right, supports_sdpa
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, saved_seq2seq
+from samestep.models import adapters, cpu_matmul, freezing, saved_seq2seq
 from samestep.models.dropout_by_call import Calls, DropoutByCall, call_functions
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -41,20 +41,27 @@ LAYER_DROP = ("encoder_layerdrop", "decoder_layerdrop")
 """Fields of a config: probability of leaving out a layer, for all samples of a forward."""
 
 
-def build_model(recipe: Seq2SeqFineTuning, source: Any = None) -> tuple[PreTrainedModel, list[str]]:
+def build_model(
+    recipe: Seq2SeqFineTuning, source: Any = None, shape: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedModel, list[str]]:
     """Build a recipe's model in float32, and say in lines what of its configuration is not as it was.
 
     Args:
         recipe: decides the shape, or the weights to start from.
         source: with a `tokenizer`, whose tokens the vocabulary must hold; None: the recipe decides.
+        shape: fields of a configuration of transformers, of random weights; None: the recipe decides.
 
     Raises:
         UsageError: no such architecture, or weights that cannot be loaded; too few tokens or positions.
     """
-    tokenizer, path = getattr(source, "tokenizer", None), adapters.find_start(recipe)[0]
+    tokenizer = getattr(source, "tokenizer", None)
+    path = None if shape is not None else adapters.find_start(recipe)[0]
     name = f"architecture {recipe.architecture}" if path is None else f"model_name_or_path {path}"
     try:
-        config = make_config(recipe, tokenizer) if path is None else AutoConfig.from_pretrained(path)
+        if shape is not None:
+            config = AutoConfig.for_model(**shape)
+        else:
+            config = make_config(recipe, tokenizer) if path is None else AutoConfig.from_pretrained(path)
     except UsageError:
         raise
     except Exception as error:  # of any kind: network, names, files of others, rules of architectures
@@ -100,8 +107,10 @@ def make_config(recipe: Seq2SeqFineTuning, tokenizer: Any = None) -> PreTrainedC
         values["d_kv"] = fields["hidden_size"] // fields["num_attention_heads"]
     if hasattr(default, "max_source_positions"):
         values["max_source_positions"] = recipe.max_source_length
-    if tokenizer is None:
-        return AutoConfig.for_model(recipe.architecture, **values, vocab_size=recipe.vocab_size)
+    if tokenizer is None:  # which token begins a target makes no difference to what is traced
+        ids = ("decoder_start_token_id", "pad_token_id", "bos_token_id", "eos_token_id")
+        values |= {"vocab_size": recipe.vocab_size, **dict.fromkeys(ids, 0)}
+        return AutoConfig.for_model(recipe.architecture, **values)
     values["vocab_size"] = max(recipe.vocab_size or 0, len(tokenizer))
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     starts_with_end = getattr(default, "decoder_start_token_id", None) == default.eos_token_id
@@ -184,13 +193,18 @@ class Seq2SeqSums(SummedLosses):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     @classmethod
-    def from_recipe(cls, recipe: Seq2SeqFineTuning, source: Any = None) -> Self:
+    def from_recipe(cls, recipe: Seq2SeqFineTuning, source: Any = None, shape: Mapping[str, Any] | None = None) -> Self:
+        """Build the model of a recipe; arguments as of `build_model`."""
         model: Any
-        model, notes = build_model(recipe, source)
+        model, notes = build_model(recipe, source, shape)
         if source is not None:
             saved_seq2seq.choose_generation(model, source)
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
+        elif recipe.freeze:
+            freezing.freeze_modules(model, recipe.freeze)
+        if recipe.freeze:
+            notes.append(freezing.describe_trained(model))
         sums = cls(model, recipe.label_smoothing)
         sums.notes = [*notes, *sums.notes]
         return sums
@@ -293,10 +307,38 @@ class Seq2SeqSums(SummedLosses):
                 "choose another model"
             )
 
+    def _check_gradient(self) -> None:
+        """Compute the gradient of two sources of unequal lengths, one of which is padded.
+
+        Raises:
+            UsageError: it is not finite, as of LED in float64, whose mask overflows.
+        """
+        model = self.seq2seq
+        weight = model.get_input_embeddings().weight
+        if model.main_input_name != "input_ids" or weight.is_meta or is_fake(weight):
+            return
+        tokens = torch.arange(1, 7, device=weight.device).repeat(2, 1)
+        mask = torch.ones_like(tokens)
+        mask[1, 2:] = 0
+        was_training, was_trained = self.training, weight.requires_grad
+        self.eval()
+        weight.requires_grad_(True)
+        sums, _ = self(tokens, tokens, torch.arange(tokens.numel(), device=weight.device), mask)
+        (gradient,) = torch.autograd.grad(sums.sum(), [weight])
+        weight.requires_grad_(was_trained)
+        self.train(was_training)
+        if not gradient.isfinite().all():
+            raise UsageError(
+                f"dtype is float64, but the gradient of {type(model).__name__} is not finite where sources are padded: set "
+                "dtype to float32"
+            )
+
     def kernel_candidates(
         self, device: torch.device, mixed_precision: str, settings: Seq2SeqSettings
     ) -> dict[str, Callable[[], object]]:
         model = self.seq2seq
+        if settings.dtype == "float64":
+            self._check_gradient()
         if self.is_noisy or not supports_sdpa(model):
             candidates: dict[str, Callable[[], object]] = {"eager": lambda: None}
         else:

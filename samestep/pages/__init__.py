@@ -51,8 +51,10 @@ def make_environment(*folders: Path, is_page: bool = True) -> "jinja2.Environmen
     return environment
 
 
-def _policy(style: str, script: str | None = None) -> str:
+def _policy(style: str, script: str | None = None, has_images: bool = False) -> str:
     """Write the policy of a page for browsers: this style and this script, as they stand between their tags, and nothing else.
+
+    With `has_images` images that stand in the page itself (data: URIs), too.
 
     Browsers run no other script and take no other style, wherever it came from; attributes of elements hold none, either.
     """
@@ -62,6 +64,7 @@ def _policy(style: str, script: str | None = None) -> str:
         for name, text in parts.items()
         if text is not None
     ]
+    rules += ["img-src data:"] * has_images
     return "; ".join(["default-src 'none'", *rules, "base-uri 'none'", "form-action 'none'"])
 
 

@@ -6,6 +6,7 @@ from samestep.errors import UsageError
 from samestep.recipe.settings import Check, choice, setting
 from stepplan.cli.terms import HardwareSettings
 from stepplan.decoder import Decoder
+from stepplan.image_text import ImageText
 from stepplan.peers import PROGRAMS, Elsewhere
 from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
@@ -69,9 +70,9 @@ def move(workload: Workload, settings: ElsewhereSettings) -> Workload:
             hint = "With a fused head it is planned only: no program of this repository trains it."
             return dataclasses.replace(workload, model=model, script=None, hint=hint)
         return workload
-    if not isinstance(workload.model, Decoder):
+    if not isinstance(workload.model, Decoder) or isinstance(workload.model, ImageText):
         raise UsageError(
-            f"program is {settings.program}, but {workload.name} is no decoder, whose programs alone are known"
+            f"program is {settings.program}, but {workload.name} is no decoder of texts, whose programs alone are known"
         )
     bits = settings.weight_bits or (32 if settings.program == "torchtitan" else 16)
     elsewhere = Elsewhere(

@@ -31,6 +31,7 @@ from stepplan.cli.scale import DEFAULT_MAX_DEVICES
 from stepplan.cli.terms import read_terms
 from stepplan.growth import MOST_DEVICES
 from stepplan.hardware import MAX_DEVICES, Hardware, parse
+from stepplan.image_text import read_sizes
 from stepplan.memory import model_from_recipe
 from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
 from stepplan.page import page
@@ -85,6 +86,11 @@ class PlanSettings(ElsewhereSettings):
     )
     num_train_tokens: str | None = setting(
         "length of training in tokens (10e9, 10B), instead of steps or epochs; for models that read tokens",
+        default=None,
+    )
+    image_sizes: tuple[str, ...] | None = setting(
+        "height and width of each image of a sample, as 480x640, for recipes with images; none: as the recipe has it, or one "
+        "of these",
         default=None,
     )
     trace: bool = setting(
@@ -144,6 +150,7 @@ def answer_recipe(
             attention=settings.attn_implementation,
             num_train_samples=num_train_samples,
             critical_batch_size=settings.critical_batch_size,
+            images=None if settings.image_sizes is None else read_sizes(settings.image_sizes),
         )
         return move(dataclasses.replace(workload, name=subject["title"]), settings)
 

@@ -29,6 +29,8 @@ from stepplan.workload import Workload, format_flags
 def plan_model(argv: list[str]) -> None:
     """Answer `plan` of a model without a recipe."""
     settings, training = read_model("plan", argv, PlanSettings)
+    if settings.image_sizes is not None:
+        raise UsageError("--image_sizes without a recipe: only recipes have images in conversations: leave it out")
     if settings.num_train_tokens is not None:
         if training.seq_len is None:
             raise UsageError("--num_train_tokens needs --seq_len, the tokens of a sample")

@@ -11,7 +11,7 @@ from pathlib import Path
 OWN = {
     "stepplan": """
         advice convnet costs device_benchmark engines growth hardware memory methods page placement plan plan_commands
-        pretrained_shape proof_gpu timing trace worked_examples workload
+        pretrained_shape proof_gpu readers timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
         accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
@@ -22,7 +22,7 @@ OWN = {
 """Room -> names of files of its tests, test_NAME.py."""
 SHARED = {
     "stepplan": """
-        batch_schedule boundaries bounds configs conversations docs errors exclusions harness image_text internals launch main
+        batch_schedule boundaries bounds configs conversations docs errors exclusions harness internals launch main
         modern muon no_code other_names packaging printed_commands products quantization readme reading rehearsal
         scaling sharding variants
         """.split(),

@@ -11,8 +11,8 @@ from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import choice, limit, program_name, setting
 
-CONVERSATIONS = "causal_lm_finetuning"
-"""Task whose data `show-data` shows."""
+SHOWN = ("causal_lm_finetuning", "seq2seq_finetuning")
+"""Tasks whose data `show-data` shows: conversations, sources with targets."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,22 +32,22 @@ class ShowDataSettings:
 def show_data(argv: list[str]) -> None:
     """Show samples of a recipe's data, or write a page about them."""
     recipe, settings, _, _ = read_recipe("show-data", argv, ShowDataSettings)
-    if recipe.task != CONVERSATIONS:
-        others = [other for other in recipes.catalog_names() if recipes.load(other).task == CONVERSATIONS]
-        problem = f"its task is {recipe.task}, must be {CONVERSATIONS}: {', '.join(others) or 'none'}"
+    if recipe.task not in SHOWN:
+        others = [other for other in recipes.catalog_names() if recipes.load(other).task in SHOWN]
+        problem = f"its task is {recipe.task}, must be {' or '.join(SHOWN)}: {', '.join(others) or 'none'}"
         raise UsageError(f"show-data {format_name(argv[0])}: {problem}")
     require(None, f"{program_name()} show-data")
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
     from samestep.contrib.showing.page import write_page
     from samestep.contrib.showing.texts import show_samples
-    from samestep.data import conversations
 
     quiet_libraries()
-    train, held_out = conversations.build(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
+    train, held_out = recipe.parts.find("data")(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
     if settings.html is not None:
         write_file("html", settings.html, write_page(recipe, train, held_out, settings.num_samples))
-        reports = "\n".join(map(str, train.row_reports))
-        print(fold(f"{train}\n{reports}\n{train.mask_report}\nwrote {settings.html}"))
+        report = getattr(train, "mask_report", None)
+        lines = [train, *train.row_reports, *([] if report is None else [report]), f"wrote {settings.html}"]
+        print(fold("\n".join(map(str, lines))))
         return
     print("\n".join(show_samples(train, settings.num_samples, sys.stdout.isatty())))
     if held_out is not None:

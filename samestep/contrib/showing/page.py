@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samestep import pages
-from samestep.contrib.showing.texts import find_place, read_sequences
+from samestep.contrib.showing.texts import Source, find_place, read_sequences
 from samestep.data.conversation_rows import name_sources
-from samestep.data.conversations import Conversations
+from samestep.data.seq2seq import Pairs
 from samestep.recipe.recipe import Recipe
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -27,24 +27,26 @@ class _Bin(NamedTuple):
     num_samples: int
 
 
-def write_page(recipe: Recipe, train: Conversations, held_out: Conversations | None, num_samples: int) -> str:
+def write_page(recipe: Recipe, train: Source, held_out: Source | None, num_samples: int) -> str:
     """Write the page.
 
     Args:
         recipe: of the samples.
-        train, held_out: as `conversations.build` returns them.
+        train, held_out: as `conversations.build` or `seq2seq.build` returns them.
         num_samples: training samples that are shown, at most.
 
     Returns:
         HTML, style inside, no script, no address outside.
     """
-    lengths = train.tokens.lengths()[train.places]
+    lengths, num_trained = _count_tokens(train)
+    is_pair = isinstance(train, Pairs) or train.is_pairs
+    report = getattr(train, "mask_report", None)
     samples = [
         {
             "id": sample_id,
             "place": find_place(train, sample_id),
             "source": train.source_names[train.source_numbers[sample_id]],
-            "sequences": read_sequences(train, sample_id),
+            "sequences": read_sequences(train, sample_id, with_copies=True),
         }
         for sample_id in train.choose_samples(num_samples)
     ]
@@ -54,17 +56,22 @@ def write_page(recipe: Recipe, train: Conversations, held_out: Conversations | N
         .get_template("conversations.html.j2")
         .render(
             recipe=recipe,
-            kind="pairs" if train.is_pairs else "samples",
-            report=train.mask_report,
+            kind="pairs" if is_pair else "samples",
+            report=report,
+            num_tokens=int(lengths.sum()),
+            num_trained=int(num_trained.sum()),
             train=train,
             held_out=held_out,
             samples=samples,
+            has_images=any(part.image for sample in samples for each in sample["sequences"] for part in each.parts),
             bins=bins,
-            x=pages.linear_axis(f"tokens of a {'pair' if train.is_pairs else 'sample'}", max(5, bins[-1].last)),
+            x=pages.linear_axis(f"tokens of a {'pair' if is_pair else 'sample'}", max(5, bins[-1].last)),
             y=pages.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
             quantiles=[int(value) for value in np.quantile(lengths, [0, 0.5, 1], method="nearest")],
-            sources=_describe_sources(train, held_out),
-            mixture=zip(name_sources([*train.weights]), train.list_mixture(), strict=True),
+            sources=_describe_sources(train, held_out, lengths, num_trained),
+            mixture=[]
+            if isinstance(train, Pairs) or not train.mixture
+            else [*zip(name_sources([*train.weights]), train.list_mixture(), strict=True)],
         )
     )
 
@@ -80,10 +87,20 @@ def _count_lengths(lengths: np.ndarray) -> list[_Bin]:
     return [_Bin(width * place + 1, width * (place + 1), int(count)) for place, count in enumerate(counts)]
 
 
-def _describe_sources(train: Conversations, held_out: Conversations | None) -> list[dict[str, Any]]:
-    """Count samples, tokens and trained tokens of each source, and its held-out samples."""
-    lengths = train.tokens.lengths()[train.places]
+def _count_tokens(train: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Count the tokens of each sample, of speech positions of its source, and those that are trained."""
+    if isinstance(train, Pairs):
+        samples = [train.draw(0, sample_id) for sample_id in range(len(train))]
+        lengths = [(sample.length, len(sample.labels) - sample.num_given) for sample in samples]
+        return np.array([length for length, _ in lengths]), np.array([count for _, count in lengths])
     num_trained = np.array([int(train.trained[place].sum()) for place in train.places.tolist()])
+    return train.tokens.lengths()[train.places], num_trained
+
+
+def _describe_sources(
+    train: Source, held_out: Source | None, lengths: np.ndarray, num_trained: np.ndarray
+) -> list[dict[str, Any]]:
+    """Count samples, tokens and trained tokens of each source, and its held-out samples."""
     held_out_counts = {}
     if held_out is not None:
         counts = np.bincount(held_out.source_numbers, minlength=len(held_out.source_names)).tolist()

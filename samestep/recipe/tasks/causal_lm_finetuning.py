@@ -29,6 +29,7 @@ from samestep.recipe.tasks.decoder import (
     list_decoder_rules,
     list_shape_rules,
 )
+from samestep.recipe.tasks.freezing import FREEZE, ROLES
 from samestep.recipe.tasks.streamed import StreamedTexts
 
 WEIGHTS = (
@@ -163,6 +164,7 @@ class CausalLmFineTuning(StreamedTexts, ExpertsRecipe):
     use_rslora: bool = setting("scale adapters by lora_alpha / sqrt(lora_rank) (2312.03732)")
     use_dora: bool = setting("train the norms of the weights beside the adapters (DoRA, 2402.09353)")
     modules_to_save: tuple[str, ...] | None = setting("names of modules that are trained whole beside adapters")
+    freeze: tuple[str, ...] | None = setting(f"of models of images and text: {', '.join(ROLES)}, or {FREEZE}")
 
     SHAPE: ClassVar[tuple[str, ...]] = SHAPE
     """Fields of `shape`."""
@@ -259,6 +261,8 @@ class CausalLmFineTuning(StreamedTexts, ExpertsRecipe):
         if not self.images:  # fingerprints of earlier versions, which had none
             for name in ("images", *IMAGE_SHAPE):
                 del fields[name]
+        if self.freeze is None:
+            del fields["freeze"]
         return fields
 
     def problems(self) -> list[str]:

@@ -34,6 +34,11 @@ IMAGE_RULES = (
         "set rehearse to false, and max_train_steps to 3",
     ),
     Rule(
+        lambda f: f.freeze is not None and not f.images,
+        "freeze is {f.freeze}, but images is false, and of models of texts adapters freeze the rest",
+        "set freeze to null",
+    ),
+    Rule(
         lambda f: f.images and f.balances_experts,
         "images is true, but router_loss is {f.router_loss}, which knows rows of texts only",
         "set router_loss to null, or images to false",

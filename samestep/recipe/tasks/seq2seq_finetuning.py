@@ -18,6 +18,7 @@ from samestep.recipe.settings import (
 )
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES
 from samestep.recipe.tasks.decoder import list_adapter_rules, list_shape_rules
+from samestep.recipe.tasks.freezing import FREEZE
 
 DRAWN = {"builtin/spelled_dates_and_numbers": "text", "builtin/spoken_digits": "speech"}
 """Datasets that are drawn, and what their sources are."""
@@ -125,6 +126,7 @@ class Seq2SeqFineTuning(Recipe):
     lora_alpha: float | None = setting("adapters are scaled by lora_alpha / lora_rank; null without adapters", POSITIVE)
     lora_dropout: float = setting("dropout before adapters, drawn by sample", FRACTION)
     lora_targets: tuple[str, ...] = setting("all-linear, or names of the layers that get adapters")
+    freeze: tuple[str, ...] | None = setting(FREEZE)
 
     objective: ClassVar[str] = "sft"
     """As evaluations know it: sums over tokens."""
@@ -192,6 +194,12 @@ class Seq2SeqFineTuning(Recipe):
         *list_adapter_rules(("lora_alpha", "lora_dropout")),
     )
 
+    def decisive_fields(self) -> dict[str, Any]:
+        fields = super().decisive_fields()
+        if self.freeze is None:  # fingerprints of earlier versions, which had none
+            del fields["freeze"]
+        return fields
+
     @property
     def max_seq_length(self) -> int:
         """Tokens of a sample, source and target, at most."""
@@ -229,6 +237,7 @@ register(
         settings="samestep.recipe.task_settings:Seq2SeqSettings",
         data="samestep.data.seq2seq:build",
         model="samestep.models.seq2seq:Seq2SeqSums",
+        shape="stepplan.readers:seq2seq_finetuning",
         script="finetune_seq2seq.py",
         pipeline_tag="text2text-generation",
     ),
