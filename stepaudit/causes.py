@@ -169,6 +169,12 @@ KINDS = {
         "optimizer.zero_grad() once per step, after optimizer.step(); model.requires_grad_(False) or "
         "torch.autograd.grad keeps the gradient of another loss out",
     ),
+    "dropped_micro_batches": Cause(
+        "micro-batches of a window are dropped, which nothing has emptied: what adds the gradients up keeps only some of them",
+        "add every micro-batch to the sum (total += p.grad, not a copy of the first or the last one), or leave the sum in .grad "
+        "until the step. DeepSpeed: upgrade to 0.19.0 or newer (pip install -U deepspeed); before it ZeRO 1 and 2 drop "
+        "micro-batches (docs/deepspeed.md)",
+    ),
     "leak": Cause(
         "the gradient of the step before is still there (zero_grad is missing)",
         "optimizer.zero_grad() after optimizer.step()",
