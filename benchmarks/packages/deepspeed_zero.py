@@ -23,6 +23,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--overlap_comm", action="store_true", help="as is ZeRO-3's default")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--weights")
     return parser.parse_args()
@@ -39,7 +40,7 @@ def train(arguments: argparse.Namespace) -> None:
     targets = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(NUM_INPUTS, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES))
-    zero = {"stage": arguments.stage}
+    zero = {"stage": arguments.stage, "overlap_comm": arguments.overlap_comm}
     if arguments.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     config = {
