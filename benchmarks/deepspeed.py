@@ -2,11 +2,12 @@
 
     make bench NAME=deepspeed        half an hour; needs the network; --only 0.18.2 for one version, beside earlier results
 
-`pip install` puts each version into a folder of its own, from its source, without its operators (DS_BUILD_OPS=0), beside this
-environment's torch; no compiler is needed. packages/deepspeed_zero.py, a classifier with SGD in float32, is trained by each
-under ZeRO 0 to 3, with the optimizer offloaded to the CPU or not, with k = 1 and 4 micro-batches in a step of 16 samples, on one
-and two processes over gloo. Twice: the audit records it unchanged, and compares it with its own 16 x 1; and without any audit it
-saves its weights at the end, which are compared with those that torch alone comes to, by a loop of this file.
+`pip install` puts each version into a folder of its own, from its source, without its operators (DS_BUILD_OPS=0), beside the
+torch that is here; no compiler is needed. packages/deepspeed_zero.py, a classifier with SGD in float32, is trained by each
+under ZeRO 0 to 3, the optimizer offloaded to the CPU or not, with k = 1 and 4 micro-batches in a step of 16 samples, on one and
+two processes over gloo. Twice: the audit records it unchanged, and compares it with its own 16 x 1; and without any audit it
+saves its weights at the end, which are compared with those that torch alone comes to, by a loop of this file. Where both
+disagree, the program is run 19 times more without the audit: two processes may race.
 
 It fails where the audit and the weights disagree.
 """
@@ -181,7 +182,11 @@ def show(row: dict[str, Any]) -> str:
     if row["is_exact"]:
         return "exact"
     first = row["findings"][0]
-    return first["evidence"].removeprefix("weights ").split(", where")[0] if "weights" in first["evidence"] else first["cause"]
+    return (
+        first["evidence"].removeprefix("weights ").split(", where")[0]
+        if "weights" in first["evidence"]
+        else first["cause"]
+    )
 
 
 def list_columns(rows: list[dict[str, Any]], version: str, mode: str) -> list[str]:
@@ -220,10 +225,12 @@ def summarize(results: dict[str, Any]) -> str:
     wrong = [row for row in rows if row["weights_error"] > WEIGHT_TOLERANCE]
     named = [row for row in wrong if "dropped_micro_batches" in {finding["cause"] for finding in row["findings"]}]
     accused = [row for row in rows if row not in wrong and not row["is_exact"]]
-    failing, varying = ([row for row in results["rows"] if is_so(row)] for is_so in (lambda row: "fails" in row, varies))
+    failing, varying = (
+        [row for row in results["rows"] if is_so(row)] for is_so in (lambda row: "fails" in row, varies)
+    )
     versions = sorted({row["version"] for row in results["rows"]}, key=to_numbers)
     return (
-        f"{len(rows)} combinations of {len(versions)} versions were compared. By the weights at the end {len(wrong)} are wrong: "
+        f"{len(rows)} combinations of {len(versions)} versions were compared. By their weights {len(wrong)} are wrong: "
         f"`dropped_micro_batches` is said of {len(named)}, with the weights. Of the {len(rows) - len(wrong)} others "
         f"{len(accused)} are accused. {len(failing)} rows fail without the audit, too, "
         f"and {len(varying)} come to other weights from run to run, so that nothing is said of them."
@@ -245,8 +252,8 @@ def markdown(results: dict[str, Any]) -> str:
         causes = ", ".join(f"`{finding['cause']}`" for finding in row.get("findings", []))
         lines.append([*cells, plain, verdict, causes, "yes" if row["agrees"] else "NO"])
     body = (
-        f"On a CPU, with torch {results['about']['versions']['torch']}: nothing is said of GPUs, or of the torch that a version "
-        f"was made for. {summarize(results)}\n\n## In short\n\n"
+        f"On a CPU, with torch {results['about']['versions']['torch']}: nothing is said of GPUs, or of the torch that "
+        f"a version was made for. {summarize(results)}\n\n## In short\n\n"
         "What each micro-batch of a window contributes, where the step is not exact.\n\n"
         f"{make_table(results)}\n## All\n\n"
         "Error of the weights at the end: without the audit, beside torch alone, in parts of how far they have moved.\n\n"

@@ -517,7 +517,11 @@ def _describe_dropped(
     total = true_weights.sum()
     weights = np.where(np.abs(weights) <= margin * np.abs(weights).max(), 0.0, weights)
     shares, own = (", ".join(f"{weight:.3g}" for weight in w[:8] / total) for w in (true_weights, weights))
-    ought = f"each ought to have {true_weights[0] / total:.3g}" if are_alike(true_weights) else f"they ought to have {shares}"
+    ought = (
+        f"each ought to have {true_weights[0] / total:.3g}"
+        if are_alike(true_weights)
+        else f"they ought to have {shares}"
+    )
     return Finding("dropped_micro_batches", ", ".join(filter(None, [place, library])), f"weights {own}, where {ought}")
 
 

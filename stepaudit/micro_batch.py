@@ -14,7 +14,7 @@ from stepaudit.recording import MicroStep
 MAX_TENSORS, MAX_NUMBERS = 4, 10**6  # that are described beside the first one, and their largest size
 SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models that shift labels themselves."""
-WRAPPERS: list[type[nn.Module]] = [DistributedDataParallel]
+WRAPPERS: list[Any] = [DistributedDataParallel]
 """Classes of modules that hold the program's model as `module`; libraries that are watched add theirs."""
 Call = tuple[nn.Module, tuple, dict]
 """A call of a module: the module, its arguments, and those that are given by name."""

@@ -153,7 +153,9 @@ class Track:
         """Sketch what the micro-batches of the step have added up to: by themselves, where `.grad` does not hold it."""
         if self.keeping.adds_up:
             return self.sketch_gradient()
-        return self.step.micro_steps[-1].gradient if self.step.micro_steps else self.sketch([None] * len(self.parameters))
+        return (
+            self.step.micro_steps[-1].gradient if self.step.micro_steps else self.sketch([None] * len(self.parameters))
+        )
 
     def _select_owned(self, numbers: np.ndarray) -> np.ndarray:
         """Keep the numbers of those parameters that the optimizer that steps has; the others become 0."""

@@ -1,18 +1,12 @@
 """Reads DeepSpeed's ZeRO, which trains a flat part of all parameters on each process, in steps of an optimizer of its own.
 
-What the program's parameters and gradients are in full is asked of DeepSpeed by its documented accessors
-(deepspeed.readthedocs.io, "Accessing Parameters, Gradients, and States"): `safe_get_full_grad` before a step, where DeepSpeed
-clips, and `safe_get_full_fp32_param`. Let f be the flat part, F the accessor, which is linear in f. What torch's optimizer is
-given inside of ZeRO's step, and what it adds, are read through the same accessor, while f holds them:
-
-    gradient = F(f := f.grad) - F(f := 0),      change = F(f := after - before) - F(f := 0).
-
-F(0) is what other parts contribute, whose step comes earlier or later. So the numbers are those that the optimizer really takes.
-DeepSpeed 0.15 to 0.19.
+What the program's parameters and gradients are in full is asked of DeepSpeed by its documented accessors (its page "Accessing
+Parameters, Gradients, and States"): `safe_get_full_grad` before a step, where DeepSpeed clips, and `safe_get_full_fp32_param`,
+by which `FlatKeeping` also reads what torch's optimizer is given inside of ZeRO's step. DeepSpeed 0.15 to 0.19.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -28,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stepaudit._internals import find_objects
-from stepaudit.keeping import Keeping
+from stepaudit.keeping import FlatKeeping, Keeping
 from stepaudit.libraries import Library
 from stepaudit.micro_batch import WRAPPERS
 from stepaudit.record import replace
@@ -44,7 +38,7 @@ SCALES_GRADIENTS_ONLY = (0, 18, 3)
 """Version from which on `engine.backward` divides the gradient by k, and not the loss (pull request 7665)."""
 
 
-class ZeroKeeping(Keeping):
+class ZeroKeeping(FlatKeeping):
     """Reads the parameters that one of ZeRO's optimizers trains.
 
     Args:
@@ -53,62 +47,17 @@ class ZeroKeeping(Keeping):
         title: see `Keeping`.
     """
 
-    adds_up = False
-
     def __init__(self, parameters: Sequence[nn.Parameter], zero: Any, title: str):
-        super().__init__(parameters)
-        self.zero, self.title, self.is_open = zero, title, False
-        shapes = [getattr(p, "ds_shape", p.shape) for p in self.parameters]
-        self.templates = [torch.empty(shape, device="meta") for shape in shapes]
-        self.gradient = self.change = np.zeros(0)
-        self.before: list[torch.Tensor] = []  # the flat parts, in front of a step of torch's optimizer
-        self.others = np.zeros(0)  # what other parts contribute to what is read
-
-    def read(self) -> Iterable[torch.Tensor]:
-        return (safe_get_full_fp32_param(parameter) for parameter in self.parameters)
+        super().__init__(
+            parameters, [getattr(p, "ds_shape", p.shape) for p in parameters], safe_get_full_fp32_param, title
+        )
+        self.zero = zero
 
     def sketch_unclipped(self) -> np.ndarray | None:
-        """Sketch the gradient before ZeRO clips it; None: it does not clip."""
         if not getattr(self.zero, "clip_grad", 0.0):
             return None
         scale = float(getattr(self.zero, "loss_scale", 1.0))
-        return self.sketch(safe_get_full_grad(parameter) for parameter in self.parameters) / scale
-
-    def sketch_gradient(self) -> np.ndarray:
-        """Sketch what torch's optimizer was given in the present step, or the last one."""
-        return self.gradient
-
-    def begin_step(self) -> None:
-        self.is_open = True
-        self.gradient, self.change = self.sketch([None] * len(self.templates)), self.sketch([None] * len(self.templates))
-
-    def end_step(self, puts_back: bool) -> np.ndarray:
-        self.is_open = False
-        return self.change
-
-    def begin_part(self, flat_parts: list[torch.Tensor]) -> None:
-        """Read the gradient that torch's optimizer is given for flat parts, before it steps."""
-        self.before = [part.detach().clone() for part in flat_parts]
-        with torch.no_grad():
-            for part in flat_parts:
-                part.data.zero_()
-            self.others = self.sketch(self.read())
-            for part in flat_parts:
-                if part.grad is not None:
-                    part.data.copy_(part.grad)
-            self.gradient = self.gradient + self.sketch(self.read()) - self.others
-            for part, before in zip(flat_parts, self.before, strict=True):
-                part.data.copy_(before)
-
-    def end_part(self, flat_parts: list[torch.Tensor], puts_back: bool) -> None:
-        """Read what torch's optimizer has added to flat parts; `puts_back`: take it away again."""
-        after = [part.detach().clone() for part in flat_parts]
-        with torch.no_grad():
-            for part, before in zip(flat_parts, self.before, strict=True):
-                part.data.sub_(before)
-            self.change = self.change + self.sketch(self.read()) - self.others
-            for part, value in zip(flat_parts, self.before if puts_back else after, strict=True):
-                part.data.copy_(value)
+        return self.sketch(map(safe_get_full_grad, self.parameters)) / scale
 
 
 class Zero(Library):
