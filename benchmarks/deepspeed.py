@@ -50,7 +50,7 @@ MODES = {
 }
 """ZeRO's stage, and whether the optimizer is offloaded -> flags of the program."""
 IMPORTED = (
-    *("stepaudit.program", "torch._dynamo", "deepspeed.runtime.engine", "deepspeed.runtime.bf16_optimizer"),
+    *("stepaudit.program", "torch._dynamo", "torch._inductor.compile_fx", "networkx", "deepspeed.runtime.engine"),
     *("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"),
 )
 """Imported once, before the programs' processes are forked: what a program imports takes longer than its steps."""

@@ -180,4 +180,5 @@ def find_owners(calls: list[Call]) -> torch.Tensor | None:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside one of `WRAPPERS`, or the module itself."""
-    return module.module if isinstance(module, tuple(WRAPPERS)) else module
+    wrapper: Any = module
+    return wrapper.module if isinstance(module, tuple(WRAPPERS)) else module
