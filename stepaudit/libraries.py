@@ -45,7 +45,7 @@ class Library:
         return ""
 
     def scale_loss(self, loss: float | None) -> float | None:
-        """Return the loss that the gradient of the present backward is of, where the library divides only the gradient."""
+        """Return the loss that the gradient of the present backward is of, which may begin with another multiple of it."""
         return loss
 
 

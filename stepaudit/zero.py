@@ -34,8 +34,6 @@ GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
 """Attributes of ZeRO's optimizers, one in each, that list the program's parameters by groups."""
 INNER = ("optimizer", "backup_optimizer")
 """Attributes with torch's optimizers, which ZeRO's optimizers step."""
-SCALES_GRADIENTS_ONLY = (0, 18, 3)
-"""Version from which on `engine.backward` divides the gradient by k, and not the loss (pull request 7665)."""
 
 
 class ZeroKeeping(FlatKeeping):
@@ -72,7 +70,7 @@ class Zero(Library):
         self.keepings: list[ZeroKeeping] = []
         self.titles: dict[int, str] = {}  # of ZeRO's optimizers, by id
         self.inner_ids: dict[int, bool] = {}  # whether torch's optimizers are inside of ZeRO's
-        self.loss_factor = 1.0
+        self.loss: float | None = None  # of the present backward
 
     def is_inner(self, optimizer: torch.optim.Optimizer) -> bool:
         # Also while ZeRO's optimizer is made, which steps torch's once, with a gradient of 0
@@ -114,17 +112,16 @@ class Zero(Library):
         return "DeepSpeed computes it, and counts its backwards"
 
     def scale_loss(self, loss: float | None) -> float | None:
-        return None if loss is None else loss * self.loss_factor
+        return loss if self.loss is None else self.loss
 
-    def backward(self, backward: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        """Note what the gradient of a backward is divided by, and the loss that it begins with is not."""
-        version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3] if part.isdecimal())
-        is_scaled = version >= SCALES_GRADIENTS_ONLY and kwargs.get("scale_wrt_gas", True)
-        self.loss_factor = 1 / engine.gradient_accumulation_steps() if is_scaled else 1.0
+    def backward(self, backward: Any, engine: DeepSpeedEngine, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note the loss that the gradient is of. Versions divide by k and scale in other places: the loss, or its gradient."""
+        factor = 1 / engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1.0
+        self.loss = float(loss.detach()) * factor if loss.numel() == 1 else None
         try:
-            return backward(engine, *args, **kwargs)
+            return backward(engine, loss, *args, **kwargs)
         finally:
-            self.loss_factor = 1.0
+            self.loss = None
 
     def step(self, step: Any, zero: Any, *args: Any, **kwargs: Any) -> Any:
         """Report a step of ZeRO's optimizer as one of a `torch.optim.Optimizer`."""
