@@ -171,9 +171,8 @@ KINDS = {
     ),
     "dropped_micro_batches": Cause(
         "micro-batches of a window are dropped, which nothing has emptied: what adds the gradients up keeps only some of them",
-        "add every micro-batch to the sum (total += p.grad, no copy of the first or the last one), or leave it in .grad until "
-        "the step. DeepSpeed: upgrade to 0.19.0 or newer (pip install -U deepspeed), as ZeRO-2 dropped micro-batches before it "
-        "(docs/deepspeed.md)",
+        "add every micro-batch to the sum (total += p.grad, no copy of one), or leave it in .grad until the step. Of DeepSpeed "
+        "take 0.19.0 or newer: pip install -U deepspeed (docs/deepspeed.md)",
     ),
     "leak": Cause(
         "the gradient of the step before is still there (zero_grad is missing)",

@@ -135,6 +135,12 @@ class _Following:
         if model is not None and self.model is None:
             self.averages.find(model)
 
+    def _look_at_libraries(self, module: nn.Module | None = None) -> None:
+        """Watch the libraries that the program has imported by now; ask nothing where one of them computes a called module."""
+        self.libraries.watch(self)
+        if module is not None and (reason := self.libraries.find_refusal(module)):
+            self.interview.refuse(reason)
+
     def _find_optimizers(self) -> list[Any]:
         return [*find_objects(torch.optim.Optimizer), *self.libraries.find_optimizers()]
 
@@ -230,9 +236,9 @@ class Recorder(_Following):
             track.recording.honours_num_items = self.interview.honours_num_items
             dtypes = {name_dtype(p.dtype) for p in track.parameters if p.dtype in SHORT_DTYPES}
             track.recording.short_dtypes = sorted(self.short_dtypes | dtypes)
-        largest_recording = (
-            recordings or [track.recording for track in ordered_tracks] or [self._make_empty_recording()]
-        )[0]
+        largest_recording = (recordings or [track.recording for track in ordered_tracks] or [_make_empty_recording()])[
+            0
+        ]
         largest_recording.other_recordings, largest_recording.num_children = recordings[1:], self.num_children
         return largest_recording
 
@@ -240,9 +246,6 @@ class Recorder(_Following):
     def puts_back(self) -> bool:
         """Whether parameters are put back after a step: what follows them, or their loss, would stand still."""
         return self.keep_parameters and not (self.averages.have_ever_changed or self.follows_losses)
-
-    def _make_empty_recording(self) -> Recording:
-        return Recording(process_index=int(os.environ.get("RANK", "0")))
 
     def __enter__(self) -> "Recorder":
         with contextlib.ExitStack() as stack:
@@ -293,9 +296,7 @@ class Recorder(_Following):
         is_noted = is_outermost and torch.is_grad_enabled() and len(self.calls) < MAX_CALLS and not is_recomputation
         if is_noted:
             self.calls.append((module, args, kwargs))
-            self.libraries.watch(self)
-            if reason := self.libraries.find_refusal(module):
-                self.interview.refuse(reason)
+            self._look_at_libraries(module)
             self.interview.look_at_modes(module)
             self._follow_optimizers()  # here: while FSDP computes, its parameters are others
         elif is_outermost and not torch.is_grad_enabled() and not module.training:
@@ -420,15 +421,14 @@ class Recorder(_Following):
 
     def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Note what an optimizer begins with: a hook of torch's optimizers, and called by libraries for theirs."""
-        self.libraries.watch(self)
+        self._look_at_libraries()
         if self.libraries.is_inner(optimizer):
             return None
         # An optimizer around another one of the same parameters: the outer step counts
         if not (tracks := [track for track in self._find_tracks(optimizer) if track.stepping is None]):
             return None
         self._look_at_averages()
-        trained = self._list_parameters(optimizer)
-        self.averages.leave_out(trained)
+        self.averages.leave_out(trained := self._list_parameters(optimizer))
         for track in tracks:
             if track.assigned:
                 self._add_assignments(track, track.describe_assignments())
@@ -490,6 +490,10 @@ class Recorder(_Following):
         if not self.is_in_backward and self.calls:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
         return talk(*args, **kwargs)
+
+
+def _make_empty_recording() -> Recording:
+    return Recording(process_index=int(os.environ.get("RANK", "0")))
 
 
 def find_place() -> str:
