@@ -174,7 +174,7 @@ def agrees(row: dict[str, Any]) -> bool:
 def show(row: dict[str, Any]) -> str:
     """Say in a few words what came of a row."""
     if "fails" in row:
-        return "fails"
+        return f"fails: {row['fails']}"
     if varies(row):
         return f"varies: {row['num_wrong']} of {NUM_AGAIN + 1} plain runs are wrong"
     if "audit_fails" in row:

@@ -7,15 +7,12 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from stepaudit.keeping import Keeping
-
-if TYPE_CHECKING:
-    from stepaudit.record import Recorder
 
 WATCHED = {"deepspeed.runtime.engine": "stepaudit.zero"}
 """Module that a program imports -> ours, whose `watch(recorder)` returns a `Library`."""
@@ -56,7 +53,7 @@ class Libraries(Library):
         self.found = list[Library]()
         self.unwatched = dict(WATCHED)
 
-    def watch(self, recorder: "Recorder") -> None:
+    def watch(self, recorder: Any) -> None:
         """Watch those that the program has imported since the last call. They report to the recorder, until it ends."""
         for name in self.unwatched.keys() & sys.modules.keys():
             with contextlib.suppress(ModuleNotFoundError):  # it can be deleted
