@@ -317,7 +317,7 @@ def chat_folder(module, tmp_path, monkeypatch):
     tiny = chats.SHAPE | shape | {"global_batch_size": 4}
     monkeypatch.setitem(chats.WORKLOADS, "tiny", chats.Workload(tiny))
     chats.write_data(tmp_path, 24)
-    return chats.harness.write_recipe(tmp_path / "tiny", chats.WORKLOADS["tiny"].values)
+    return module("harness").write_recipe(tmp_path / "tiny", chats.WORKLOADS["tiny"].values)
 
 
 @pytest.mark.parametrize("words", [("trainer", "padded", "1"), ("trainer", "padded", "2"), ("exact", "rows", "2")])
@@ -341,18 +341,18 @@ def test_a_trainer_is_trained_on_our_samples(module, chat_folder, monkeypatch, w
     assert int(num_targets) == stamps[0].units
     assert stamps[0].loss == pytest.approx(sums.item() / int(num_targets), rel=1e-5)
 
-    chats = module("chats")
+    beside, comparison = module("beside"), module("chats").COMPARISON
     seen = {"ours": stamps, "Trainer": stamps}
-    chats.check_same(seen, data["first_steps"][:2], "no")
+    beside.check_same(comparison, seen, data["first_steps"][:2], "no")
     others = [stamps[0]._replace(loss=1.001 * stamps[0].loss), stamps[1]]
     for expected, series in (([1, 2], stamps), (data["first_steps"][:2], others)):
         with pytest.raises(SystemExit):
-            chats.check_same(seen | {"Trainer": series}, expected, "no")
+            beside.check_same(comparison, seen | {"Trainer": series}, expected, "no")
     assert int((chat_folder / "base").read_text()) > 10_000
 
 
 def test_a_round_is_a_number_of_steps(module):
-    assert doctest.testmod(module("chats")).failed == 0
+    assert doctest.testmod(module("beside")).failed == 0
 
 
 def test_the_page_of_chats(module):

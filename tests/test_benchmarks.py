@@ -24,6 +24,7 @@ SHORT = """
     embeddings --only ragged --batches 8 --rounds 1
     exact_trainers --only BertForMultipleChoice reward
     fault_tolerance --only chaos --fresh --runs 1
+    image_text --only qwen2_5_vl_1024 --precisions no --rounds 1 --programs ours floor
     images --only resnet_digits_cpu --rounds 1 --steps 8
     language_models
     loader --only gpt2_small_cpu --rounds 1 --rows 1000
@@ -37,6 +38,7 @@ SHORT = """
     reliability --kills 1 --damages 2
     routers --only global --rounds 1 --steps 4
     scaling --rounds 1
+    seq2seq --only t5_512 --precisions no --rounds 1 --programs ours floor
     sharding
     startup --only pretrain_gpt2 --rounds 1
     state --only heads --heads BertForSequenceClassification

@@ -88,9 +88,15 @@ def test_no_more_than_the_fastest_size_is_rehearsed(train, monkeypatch, tries):
     """On a CPU, where a rehearsal of all samples at once would be the largest memory of the run; nor a larger size than needed
     for speed."""
     monkeypatch.setattr(kernels, "_measure_fastest", lambda *arguments: next(iter(arguments[-1])))
-    seconds = {20: 1.0, 10: 0.99, 5: 1.01, 2: 1.2, 1: 1.5}
-    monkeypatch.setattr(kernels, "measure", lambda _, computations: {size: seconds[size] for size in computations})
+    seconds, sizes = {20: 1.0, 10: 0.99, 5: 1.01, 2: 1.2, 1: 1.5}, []
+
+    def measure(_, computations):
+        sizes.extend(computations)
+        return {size: seconds[size] for size in computations}
+
+    monkeypatch.setattr(kernels, "measure", measure)
     output_dir = train("run", "--global_batch_size 20 --record_samples --speed auto", program="pretrain_gpt2")
+    assert sizes == [20, 10, 5, 2, 1], "of 48 tokens, 960 of them first, as 480 are few"
     assert tries == [5]
     assert largest_micro_batch(output_dir) == 5
 

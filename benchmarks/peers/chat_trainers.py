@@ -147,6 +147,12 @@ def make_optimizer(recipe: Recipe) -> tuple[type, dict[str, Any]]:
     return torch.optim.AdamW, {"lr": scaled.learning_rate, "weight_decay": recipe.weight_decay, "fused": True} | betas
 
 
+def count_labels(batch: dict[str, torch.Tensor]) -> int:
+    """Count the supervised tokens of a causal model's micro-batch."""
+    mask = batch["completion_mask"] if "completion_mask" in batch else batch["labels"][:, 1:] != IGNORED
+    return int(mask.sum())
+
+
 def stamped(base: type, clock: Clock) -> type:
     """Make a class of a trainer that tells the clock of its steps."""
 
@@ -158,8 +164,8 @@ def stamped(base: type, clock: Clock) -> type:
             self.step_loss, self.num_micro_batches = self.step_loss + loss.item(), self.num_micro_batches + 1
             return loss
 
-        def count_batches(self, collate: Callable[[list], dict]) -> None:
-            """Let the clock know how many supervised tokens each micro-batch has.
+        def count_batches(self, collate: Callable[[list], dict], count: Callable[[dict], int] = count_labels) -> None:
+            """Let the clock know how many targets each micro-batch has.
 
             An exact trainer collates fewer samples, too, about which it asks the loss before the first step.
             """
@@ -168,8 +174,7 @@ def stamped(base: type, clock: Clock) -> type:
                 batch = collate(rows)
                 if len(rows) < self.args.per_device_train_batch_size:
                     return batch
-                mask = batch["completion_mask"] if "completion_mask" in batch else batch["labels"][:, 1:] != IGNORED
-                clock.collated(int(mask.sum()))
+                clock.collated(count(batch))
                 return batch
 
             self.data_collator = counted
@@ -241,20 +246,34 @@ def count_supervised(data: Any, _: str) -> int:
     return sum(len(micro_batch["labels"]) for micro_batch in data.micro_batches)
 
 
-def run_script(clock: Clock, memory: Memory, program: str, words: list[str]) -> None:
-    """Run the script of this repository, or its bare step, until this process is ended."""
+def run_script(
+    clock: Clock,
+    memory: Memory,
+    program: str,
+    words: list[str],
+    models: Any = causal_lm,
+    count: Callable[[Any, str], int] = count_supervised,
+) -> None:
+    """Run a script of this repository, or its bare step, until this process is ended.
+
+    Args:
+        program: ours or floor.
+        words: the script and its flags.
+        models: module whose `build_model` builds its model.
+        count: counts the targets of a step, see `ours.stamp`.
+    """
     if program == "floor":
-        floor.strip(clock, load(words[words.index("--recipe") + 1]), count=count_supervised)
+        floor.strip(clock, load(words[words.index("--recipe") + 1]), count=count)
     else:
-        ours.stamp(clock, count_supervised)
-    build = causal_lm.build_model
+        ours.stamp(clock, count)
+    build = models.build_model
 
     def build_and_start(*arguments):
         model = build(*arguments)
         memory.start()
         return model
 
-    causal_lm.build_model = build_and_start
+    models.build_model = build_and_start
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 

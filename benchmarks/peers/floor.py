@@ -48,10 +48,10 @@ def strip(
         model, optimizer = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), optimizer.optimizer
         bf16 = torch.autocast("cpu", torch.bfloat16, enabled=accelerator.mixed_precision == "bf16")
         weights = torch.tensor(list(recipe.loss_weights.values()))
-        is_image = recipe.unit == "image"
+        has_images = recipe.unit == "image" or getattr(recipe, "images", False)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
-        data = [steps[first + place] for place in range(NUM_STEPS_OF_IMAGES if is_image else NUM_STEPS)]
+        data = [steps[first + place] for place in range(NUM_STEPS_OF_IMAGES if has_images else NUM_STEPS)]
         number = 0
         while number != num_steps:
             step = data[number % len(data)]

@@ -18,6 +18,9 @@ from samestep.training.recovery import Recovery
 
 ForwardBackward = Callable[[MicroBatch, torch.Tensor], None]
 
+ENOUGH_TOKENS = 512
+"""Tokens of a micro-batch for which a CPU's products hardly become faster with more."""
+
 
 def fit_micro_batch(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     """Lower the caps of `recovery.steps` to the largest that fit, and to the fastest, the same on every process. Called by all.
@@ -104,11 +107,15 @@ def _choose_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> No
 
 
 def _measure_fastest(recovery: Recovery, forward_backward: ForwardBackward, limit: int) -> int:
-    """Measure the fastest size of a micro-batch: `limit` samples of the greatest length, or 1/2, 1/4, 1/8 or 1/16 of it."""
+    """Measure the fastest size of a micro-batch: `limit` samples of the greatest length, or 1/2, 1/4, 1/8 or 1/16 of it.
+
+    Where the first one takes long it is kept, see `list_sizes`.
+    """
     steps, accelerator = recovery.steps, recovery.accelerator
+    is_cpu = accelerator.device.type == "cpu"
     number, num_samples = recovery.log.first_step, min(4 * limit, steps.layout.shares[0])
     counts = steps[number].counts.clamp(min=1).to(accelerator.device)
-    sizes = sorted({max(1, limit // part) for part in (1, 2, 4, 8, 16)}, reverse=True)
+    sizes = list_sizes(limit, steps.source.max_length, is_cpu)
 
     def computation(max_samples: int) -> Callable[[], None]:
         micro_batches = steps.cut_first_samples(number, num_samples, max_samples)
@@ -122,7 +129,27 @@ def _measure_fastest(recovery: Recovery, forward_backward: ForwardBackward, limi
 
     with _discarded(recovery):
         seconds = kernels.measure(accelerator, {size: computation(size) for size in sizes})
-    return find_smallest(seconds) if accelerator.device.type == "cpu" else kernels.find_fastest(seconds)
+    return find_smallest(seconds) if is_cpu else kernels.find_fastest(seconds)
+
+
+def list_sizes(limit: int, max_length: int, is_cpu: bool) -> list[int]:
+    """List the sizes of micro-batches that are compared, first the one that is kept where measuring takes long.
+
+    On a GPU, short of work, it is the largest. A CPU has enough work in `ENOUGH_TOKENS`: there it is the smallest size of as
+    many, which pads least and needs least memory. Images have no tokens: the largest.
+
+    Args:
+        limit: samples of the greatest length in a micro-batch, at most.
+        max_length: tokens of such a sample; 1 of images.
+        is_cpu: whether a CPU computes.
+
+    >>> list_sizes(16, 1024, is_cpu=True), list_sizes(16, 128, is_cpu=True), list_sizes(16, 1024, is_cpu=False)
+    ([1, 16, 8, 4, 2], [4, 16, 8, 2, 1], [16, 8, 4, 2, 1])
+    """
+    sizes = sorted({max(1, limit // part) for part in (1, 2, 4, 8, 16)}, reverse=True)
+    enough = [size for size in sizes if size * max_length >= ENOUGH_TOKENS]
+    first = min(enough) if is_cpu and enough else limit
+    return [first, *(size for size in sizes if size != first)]
 
 
 def find_smallest(seconds: Mapping[int, float]) -> int:
