@@ -169,6 +169,11 @@ KINDS = {
         "optimizer.zero_grad() once per step, after optimizer.step(); model.requires_grad_(False) or "
         "torch.autograd.grad keeps the gradient of another loss out",
     ),
+    "dropped_micro_batches": Cause(
+        "micro-batches of a window are dropped, which nothing has emptied: what adds the gradients up keeps only some of them",
+        "add every micro-batch to the sum (total += p.grad, no copy of one), or leave it in .grad until the step. Of DeepSpeed "
+        "take 0.19.0 or newer: pip install -U deepspeed (docs/deepspeed.md)",
+    ),
     "leak": Cause(
         "the gradient of the step before is still there (zero_grad is missing)",
         "optimizer.zero_grad() after optimizer.step()",

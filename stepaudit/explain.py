@@ -459,6 +459,8 @@ def _explain_by_weights(
     if true_weights is None or weights is None:
         return None
     if true_rest > margin:
+        if num_lost and (dropped := _find_dropped(all_micro_steps, window, true_gradient, gradient, margin, place)):
+            return dropped
         if num_lost and compute_rest([m.part for _, m in all_micro_steps], true_gradient) <= margin:
             return [Finding("emptied_between", place, f"{num_lost} of {len(all_micro_steps)} are lost")]
         return _find_penalty(reference[0], processes, t, window, true_gradient, gradient, margin, place)
@@ -469,10 +471,9 @@ def _explain_by_weights(
     if (num_ignored := int((np.abs(weights) <= margin * largest_weight).sum())) and not (
         np.abs(true_weights) <= margin * largest_weight
     ).any():
-        is_touched = any(m.is_touched and not m.is_fresh for _, m in window)  # made small, and not emptied
-        return (is_touched and changes) or [
-            Finding("emptied_between", place, f"{num_ignored} of {len(window)} are lost")
-        ]
+        if any(m.is_touched and not m.is_fresh for _, m in window):  # made small, and not emptied
+            return changes or [Finding("emptied_between", place, f"{num_ignored} of {len(window)} are lost")]
+        return [_describe_dropped(processes[0].library, weights, true_weights, margin, place)]
     if (num_again := int((np.abs(true_weights) <= margin * np.abs(true_weights).max()).sum())) and are_alike(weights):
         evidence = f"{num_again} of {len(window)} are in the backward of a later one, too"
         return [Finding("counted_again", place, evidence)]
@@ -486,6 +487,42 @@ def _explain_by_weights(
     findings = _explain_weights(window, true_weights / weights, len(get_window(step)), k, place, mixed_findings)
     is_unknown = [finding.evidence.startswith(UNKNOWN_WEIGHTS) for finding in findings] == [True]
     return changes if changes and is_unknown else findings
+
+
+def _find_dropped(
+    all_micro_steps: list[tuple[Recording, MicroStep]],
+    window: list[tuple[Recording, MicroStep]],
+    true_gradient: np.ndarray,
+    gradient: np.ndarray,
+    margin: float,
+    place: str,
+) -> list[Finding] | None:
+    """Find micro-batches that are lost, while a sum of the program's own has carried others past an empty `.grad`."""
+    parts = [m.part for _, m in all_micro_steps]
+    (true_weights, true_rest), (weights, rest) = solve_weights(parts, true_gradient), solve_weights(parts, gradient)
+    if true_weights is None or weights is None or max(true_rest, rest) > margin:
+        return None
+    window_ids = {id(m) for _, m in window}
+    is_earlier = np.array([id(m) not in window_ids for _, m in all_micro_steps])
+    is_lost, is_no_part = (np.abs(w) <= margin * np.abs(w).max() for w in (weights, true_weights))
+    if is_no_part.any() or not is_lost.any() or is_lost[is_earlier].all():
+        return None
+    return [_describe_dropped(all_micro_steps[0][0].library, weights, true_weights, margin, place)]
+
+
+def _describe_dropped(
+    library: str, weights: np.ndarray, true_weights: np.ndarray, margin: float, place: str
+) -> Finding:
+    """Say which weights the micro-batches of a window have in its gradient, and which ones they ought to have: 1 in all."""
+    total = true_weights.sum()
+    weights = np.where(np.abs(weights) <= margin * np.abs(weights).max(), 0.0, weights)
+    shares, own = (", ".join(f"{weight:.3g}" for weight in w[:8] / total) for w in (true_weights, weights))
+    ought = (
+        f"each ought to have {true_weights[0] / total:.3g}"
+        if are_alike(true_weights)
+        else f"they ought to have {shares}"
+    )
+    return Finding("dropped_micro_batches", ", ".join(filter(None, [place, library])), f"weights {own}, where {ought}")
 
 
 def _counts_down(window: list[tuple[Recording, MicroStep]], weights: np.ndarray) -> bool:

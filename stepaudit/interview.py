@@ -65,6 +65,10 @@ class Interview:
         finally:
             self.is_asking = False
 
+    def refuse(self, reason: str) -> None:
+        """Ask nothing from now on, as questions would disturb the program."""
+        self.is_wanted, self.probes_left, self.unasked = False, 0, reason
+
     def note_collective(self, text: str) -> None:
         """Note that the processes talk to each other: a question to one of them would wait for the others for ever."""
         self.has_talked = True

@@ -14,9 +14,12 @@ LAUNCHERS = {
     ("python", "-m", "torch.distributed.run"): "torch.distributed.run",
     ("python", "-m", "torch.distributed.launch"): "torch.distributed.launch",
     ("python", "-m", "accelerate.commands.launch"): "accelerate launch",
+    ("deepspeed",): "deepspeed",
     ("python",): "python",
 }
-NUMBER_FLAGS = ("nproc_per_node", "num_processes")
+NUMBER_FLAGS = ("nproc_per_node", "num_processes", "num_gpus")
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Environment of a single process, which DeepSpeed does not begin without. A port of 0 is any that is free."""
 VARIABLES = {"mixed_precision": "ACCELERATE_MIXED_PRECISION"}  # flag of accelerate launch -> its environment variable
 CONFIG_FLAG = "config_file"
 
@@ -68,11 +71,12 @@ def read_launcher(words: list[str]) -> Launched:
     if numbers and int(numbers[0]) < 1:
         name = next(name for name in NUMBER_FLAGS if settings.get(name) == numbers[0])
         raise UsageError(f"--{name} of {launcher} is {numbers[0]}, must be 1 or more")
+    own_variables = ALONE if launcher == "deepspeed" else {}
     known = {*NUMBER_FLAGS, *VARIABLES, CONFIG_FLAG}
     return Launched(
         program=rest[place:],
         num_processes=int(numbers[0]) if numbers else None,
-        variables={variable: settings[name] for name, variable in VARIABLES.items() if settings.get(name)},
+        variables=own_variables | {v: settings[name] for name, v in VARIABLES.items() if settings.get(name)},
         launcher=launcher,
         unread_flags=[word for word in rest[:place] if word.startswith("-") and _normalize(word)[0] not in known],
     )

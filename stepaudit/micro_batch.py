@@ -14,6 +14,8 @@ from stepaudit.recording import MicroStep
 MAX_TENSORS, MAX_NUMBERS = 4, 10**6  # that are described beside the first one, and their largest size
 SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models that shift labels themselves."""
+WRAPPERS: list[Any] = [DistributedDataParallel]
+"""Classes of modules that hold the program's model as `module`; libraries that are watched add theirs."""
 Call = tuple[nn.Module, tuple, dict]
 """A call of a module: the module, its arguments, and those that are given by name."""
 
@@ -177,5 +179,6 @@ def find_owners(calls: list[Call]) -> torch.Tensor | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, or the module itself."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    """Return the module inside one of `WRAPPERS`, or the module itself."""
+    wrapper: Any = module
+    return wrapper.module if isinstance(module, tuple(WRAPPERS)) else module

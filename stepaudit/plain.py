@@ -128,13 +128,13 @@ class PlainRecorder(Recorder):
         self.clipping = functools.partial(super()._clip, clip, *args, **kwargs)
         return self.clipping()
 
-    def _begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         tracks = [track for track in self._find_tracks(optimizer) if track.stepping is None]
         if tracks and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             _give_up("the optimizer computes gradients itself, by a closure")
         if tracks and self.micro_batches:
             self._replace_gradients(tracks)
-        return super()._begin_step(optimizer, args, kwargs)
+        return super().begin_step(optimizer, args, kwargs)
 
     def _replace_gradients(self, tracks: list[Track]) -> None:
         loss = join(self.micro_batches)

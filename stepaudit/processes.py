@@ -56,7 +56,7 @@ def run(
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     if not torch.cuda.is_available():
-        environment["ACCELERATE_USE_CPU"] = "true"
+        environment.setdefault("ACCELERATE_USE_CPU", "true")
     holder = socket.socket()
     if num_processes > 1:
         # Bound until all have ended, and not listening: the store of process 0 may bind the port beside it, nobody else gets it

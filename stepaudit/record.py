@@ -26,7 +26,8 @@ from stepaudit.assignments import watch_assignments
 from stepaudit.averages import Averages
 from stepaudit.batches import Batches, UsedBatch
 from stepaudit.interview import Interview
-from stepaudit.micro_batch import Call, describe_call, unwrap
+from stepaudit.libraries import Libraries
+from stepaudit.micro_batch import WRAPPERS, Call, describe_call, unwrap
 from stepaudit.precision import SHORT_DTYPES, compute_in_float32, name_dtype, note_autocast
 from stepaudit.reads import watch_reads
 from stepaudit.recording import MicroStep, Recording, Step
@@ -98,6 +99,7 @@ class _Following:
         self.followed_modules: set[nn.Module] = set()
         self.is_in_backward = self.has_new_groups = False  # groups of parameters, in an optimizer
         self.stack = contextlib.ExitStack()
+        self.libraries = Libraries()
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Add a track for each optimizer that trains a called module, or for the optimizer that steps.
@@ -116,8 +118,8 @@ class _Following:
         self.has_new_groups = self.has_new_groups and optimizer is not None
         self.followed_modules |= called_modules
         module_ids = {id(p) for module in self.followed_modules for p in module.parameters()}
-        candidates = [optimizer] if optimizer is not None else find_objects(torch.optim.Optimizer)
-        groups = [_list_parameters(candidate) for candidate in candidates if hasattr(candidate, "param_groups")]
+        candidates = [optimizer] if optimizer is not None else self._find_optimizers()
+        groups = [self._list_parameters(candidate) for candidate in candidates if hasattr(candidate, "param_groups")]
         called_groups = [group for group in groups if optimizer is not None or any(id(p) in module_ids for p in group)]
         if not called_groups and not self.tracks and not module_ids:  # no module is called
             called_groups = sorted(groups, key=len)[-1:]
@@ -127,15 +129,27 @@ class _Following:
                 self._add_track(*_name_parameters(remaining, called_modules))
 
     def _add_track(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]) -> None:
-        track = Track(model, parameters)
+        track = Track(model, parameters, self.libraries.make_keeping([*parameters.values()]))
         self.tracks.append(track)
         self.stack.callback(track.watch(lambda: self.is_in_backward and not self.interview.is_asking))
         if model is not None and self.model is None:
             self.averages.find(model)
 
+    def _look_at_libraries(self, module: nn.Module | None = None) -> None:
+        """Watch the libraries that the program has imported by now; ask nothing where one of them computes a called module."""
+        self.libraries.watch(self)
+        if module is not None and (reason := self.libraries.find_refusal(module)):
+            self.interview.refuse(reason)
+
+    def _find_optimizers(self) -> list[Any]:
+        return [*find_objects(torch.optim.Optimizer), *self.libraries.find_optimizers()]
+
+    def _list_parameters(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        return self.libraries.list_parameters(optimizer)
+
     def _find_tracks(self, optimizer: torch.optim.Optimizer) -> list[Track]:
         """Find the tracks of the parameters that an optimizer steps."""
-        parameters = _list_parameters(optimizer)
+        parameters = self._list_parameters(optimizer)
         tracked_ids = {id(p) for track in self.tracks for p in track.parameters}
         if any(id(p) not in tracked_ids for p in parameters):
             self._follow_optimizers(optimizer)
@@ -171,7 +185,7 @@ class _Following:
         return value
 
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        ids = {id(p) for p in _list_parameters(scheduler.optimizer)}
+        ids = {id(p) for p in self._list_parameters(scheduler.optimizer)}
         for track in self.tracks:
             track.step.num_ticks += any(id(p) in ids for p in track.parameters)
         tick(scheduler, *args, **kwargs)
@@ -222,9 +236,9 @@ class Recorder(_Following):
             track.recording.honours_num_items = self.interview.honours_num_items
             dtypes = {name_dtype(p.dtype) for p in track.parameters if p.dtype in SHORT_DTYPES}
             track.recording.short_dtypes = sorted(self.short_dtypes | dtypes)
-        largest_recording = (
-            recordings or [track.recording for track in ordered_tracks] or [self._make_empty_recording()]
-        )[0]
+        largest_recording = (recordings or [track.recording for track in ordered_tracks] or [_make_empty_recording()])[
+            0
+        ]
         largest_recording.other_recordings, largest_recording.num_children = recordings[1:], self.num_children
         return largest_recording
 
@@ -233,15 +247,12 @@ class Recorder(_Following):
         """Whether parameters are put back after a step: what follows them, or their loss, would stand still."""
         return self.keep_parameters and not (self.averages.have_ever_changed or self.follows_losses)
 
-    def _make_empty_recording(self) -> Recording:
-        return Recording(process_index=int(os.environ.get("RANK", "0")))
-
     def __enter__(self) -> "Recorder":
         with contextlib.ExitStack() as stack:
             stack.enter_context(compute_in_float32() if self.is_full else note_autocast(self.short_dtypes.add))
             for hook in (
-                register_optimizer_step_pre_hook(self._begin_step),
-                register_optimizer_step_post_hook(self._end_step),
+                register_optimizer_step_pre_hook(self.begin_step),
+                register_optimizer_step_post_hook(self.end_step),
             ):
                 stack.callback(hook.remove)
             stack.enter_context(replace(torch.autograd, "backward", self._backward))
@@ -285,6 +296,7 @@ class Recorder(_Following):
         is_noted = is_outermost and torch.is_grad_enabled() and len(self.calls) < MAX_CALLS and not is_recomputation
         if is_noted:
             self.calls.append((module, args, kwargs))
+            self._look_at_libraries(module)
             self.interview.look_at_modes(module)
             self._follow_optimizers()  # here: while FSDP computes, its parameters are others
         elif is_outermost and not torch.is_grad_enabled() and not module.training:
@@ -331,7 +343,7 @@ class Recorder(_Following):
             if micro_step is not None and (parts := terms.get(track)) is not None:
                 micro_step.terms = parts if adds_up(parts, micro_step.part) else None
                 micro_step.factors = factors if micro_step.terms else None
-        self._end_backward(_sum_numbers(tensors), micro_steps, facts)
+        self._end_backward(self.libraries.scale_loss(_sum_numbers(tensors)), micro_steps, facts)
 
     def _grad(self, grad: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Record a call of `torch.autograd.grad`: a program may take gradients and add them up itself."""
@@ -407,18 +419,22 @@ class Recorder(_Following):
             if call is not None:
                 self.interview.ask_num_items(micro_step, call)
 
-    def _begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Note what an optimizer begins with: a hook of torch's optimizers, and called by libraries for theirs."""
+        self._look_at_libraries()
+        if self.libraries.is_inner(optimizer):
+            return None
         # An optimizer around another one of the same parameters: the outer step counts
         if not (tracks := [track for track in self._find_tracks(optimizer) if track.stepping is None]):
             return None
         self._look_at_averages()
-        self.averages.leave_out(_list_parameters(optimizer))
+        self.averages.leave_out(trained := self._list_parameters(optimizer))
         for track in tracks:
             if track.assigned:
                 self._add_assignments(track, track.describe_assignments())
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         for track in tracks:
-            track.begin_step(optimizer, closure is not None, self.is_in_backward)
+            track.begin_step(optimizer, trained, closure is not None, self.is_in_backward)
         if closure is None:
             return None
 
@@ -430,7 +446,8 @@ class Recorder(_Following):
 
         return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": evaluate})
 
-    def _end_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Record what an optimizer has done: as `begin_step`."""
         for track in self.tracks:
             if track.stepping is optimizer:
                 if not track.recording.steps:
@@ -475,6 +492,10 @@ class Recorder(_Following):
         return talk(*args, **kwargs)
 
 
+def _make_empty_recording() -> Recording:
+    return Recording(process_index=int(os.environ.get("RANK", "0")))
+
+
 def find_place() -> str:
     """Find the line of the program, outside of installed packages, that is computed now: file and number."""
     frame: types.FrameType | None = inspect.currentframe()
@@ -510,10 +531,6 @@ def is_installed(name: str) -> bool:
     return "site-packages" in name or "dist-packages" in name
 
 
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _name_parameters(
     parameters: list[nn.Parameter], modules: Iterable[nn.Module]
 ) -> tuple[nn.Module | None, dict[str, nn.Parameter]]:
@@ -525,7 +542,7 @@ def _name_parameters(
     ids, model, by_name = {id(p) for p in parameters}, None, {}
     called_modules = list(modules)
     for module in [*called_modules, *find_objects(nn.Module)]:
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, tuple(WRAPPERS)):
             continue
         module_parameters = {n: p for n, p in module.named_parameters() if id(p) in ids}
         is_inner = len(module_parameters) == len(by_name) and len("".join(module_parameters)) < len("".join(by_name))

@@ -132,6 +132,7 @@ class Recording:
         weights: float64 [numbers of the sketch], the parameters before the first step; `signs`: their signs.
         has_moved: parameters were not put back after each step, as something follows them: errors go on into later steps.
         draws_in_collate: collate draws random numbers.
+        library: that keeps parameters in parts of its own, with version and mode; else empty.
         collectives: name and line of each collective between a forward and its backward.
         short_dtypes: of 16 bits, in which the program has computed, or in which its parameters are.
         reads_numbers: the program reads numbers of tensors, by which it may decide what it computes.
@@ -159,6 +160,7 @@ class Recording:
     signs: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     has_moved: bool = False
     draws_in_collate: bool = False
+    library: str = ""
     collectives: list[str] = dataclasses.field(default_factory=list)
     short_dtypes: list[str] = dataclasses.field(default_factory=list)
     reads_numbers: bool = False

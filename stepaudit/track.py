@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from stepaudit._internals import BatchNorm, Dropout, has_hooks, put_last_hook_first
+from stepaudit.keeping import Keeping
 from stepaudit.precision import SHORT_DTYPES, name_dtype
-from stepaudit.random_projection import Signs, project, size, sketch
+from stepaudit.random_projection import Signs, project, size
 from stepaudit.recording import MicroStep, Recording, Step
 from stepaudit.vectors import norm_of, relative
 
@@ -60,16 +61,17 @@ class Track:
     Args:
         model: the module that the parameters belong to; None if unknown.
         parameters: name -> parameter.
+        keeping: reads them; None: as torch keeps them.
     """
 
-    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter]):
+    def __init__(self, model: nn.Module | None, parameters: dict[str, nn.Parameter], keeping: Keeping | None = None):
         self.parameters = list(parameters.values())
+        self.keeping = keeping or Keeping(self.parameters)
         self.stepping: torch.optim.Optimizer | None = None  # an optimizer whose step has begun and not ended
         self.owned: np.ndarray | None = None  # 1 for the numbers of its parameters, 0 for others; None: it has all
         self.is_named = False
         self.step = OpenStep()
         self.last_gradient: np.ndarray | None = None  # .grad after the last backward
-        self.previous_parameters: list[torch.Tensor] = []  # the parameters before a step
         self.has_stepped = False  # inside the present backward
         self.raw_parts: list[torch.Tensor | None] = [None] * len(self.parameters)
         self.hook_tolerance = (
@@ -82,14 +84,14 @@ class Track:
             num_processes=int(os.environ.get("WORLD_SIZE", "1")),
             process_index=int(os.environ.get("RANK", "0")),
             names=list(parameters),
-            shapes=[list(p.shape) for p in self.parameters],
-            sizes=[size(p) for p in self.parameters],
-            weights=self.sketch(self.parameters),
-            signs=self.sketch(torch.sgn(p.detach()) for p in self.parameters),
+            shapes=[list(p.shape) for p in self.keeping.templates],
+            sizes=[size(p) for p in self.keeping.templates],
+            weights=self.sketch(self.keeping.read()),
+            signs=self.sketch(torch.sgn(p.detach()) for p in self.keeping.read()),
+            library=self.keeping.title,
         )
-        self.weights: np.ndarray | None = (
-            self.recording.weights
-        )  # after the last step; None: later ones are not looked at
+        # After the last step; None: later ones are not looked at
+        self.weights: np.ndarray | None = self.recording.weights if self.keeping.adds_up else None
         self.name_model([] if model is None else [model])
 
     def name_model(self, modules: list[nn.Module]) -> None:
@@ -142,11 +144,18 @@ class Track:
                 self.raw_parts[number] = projection.clone() if previous_part is None else previous_part + projection
 
     def sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
-        return sketch(tensors, self.parameters).numpy()
+        return self.keeping.sketch(tensors)
 
     def sketch_gradient(self) -> np.ndarray:
-        """Sketch the present gradient. Versions of tensors do not show every change: `.data` and all_reduce leave them."""
-        return self.sketch([parameter.grad for parameter in self.parameters])
+        return self.keeping.sketch_gradient()
+
+    def _sketch_sum(self) -> np.ndarray:
+        """Sketch what the micro-batches of the step have added up to: by themselves, where `.grad` does not hold it."""
+        if self.keeping.adds_up:
+            return self.sketch_gradient()
+        return (
+            self.step.micro_steps[-1].gradient if self.step.micro_steps else self.sketch([None] * len(self.parameters))
+        )
 
     def _select_owned(self, numbers: np.ndarray) -> np.ndarray:
         """Keep the numbers of those parameters that the optimizer that steps has; the others become 0."""
@@ -156,7 +165,7 @@ class Track:
         """Note the gradient before a backward."""
         self._hook_parameters()
         self.raw_parts, self.has_stepped = [None] * len(self.parameters), False
-        self.step.initial_gradient = self.sketch_gradient()
+        self.step.initial_gradient = self._sketch_sum()
         self.step.drift = self._measure_drift()
 
     def _measure_drift(self) -> float | None:
@@ -167,7 +176,7 @@ class Track:
 
     def end_backward(self, is_synchronised: bool) -> MicroStep | None:
         """Describe a backward after its end; None if it did not concern these parameters."""
-        gradient, initial_gradient = self.sketch_gradient(), self.step.initial_gradient
+        gradient, initial_gradient = self._sketch_sum(), self.step.initial_gradient
         assert initial_gradient is not None
         part = gradient - initial_gradient
         if any(value is not None for value in self.raw_parts):
@@ -178,10 +187,11 @@ class Track:
                 ]
             )
             has_gradients = any(parameter.grad is not None for parameter in self.parameters)
-            is_whole = not is_synchronised and has_gradients
+            is_whole = self.keeping.adds_up and not is_synchronised and has_gradients
             difference = np.linalg.norm(part - raw_part)
             is_hooked = bool(is_whole and difference > self.hook_tolerance * np.linalg.norm(raw_part))
             part = part if is_whole else raw_part
+            gradient = gradient if self.keeping.adds_up else initial_gradient + raw_part
         elif not part.any() and not any(hasattr(parameter, "full_tensor") for parameter in self.parameters):
             return None
         else:
@@ -221,25 +231,22 @@ class Track:
         if self.step.micro_steps:
             self.step.clipped_gradient = self.sketch_gradient()
 
-    def begin_step(self, optimizer: torch.optim.Optimizer, has_closure: bool, is_in_backward: bool) -> None:
+    def begin_step(
+        self, optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter], has_closure: bool, is_in_backward: bool
+    ) -> None:
         """Note parameters and gradient before the optimizer's step.
 
         Args:
-            optimizer: which may have some of the parameters only: the step is recorded with a gradient of 0 for all others.
+            optimizer: which takes the step.
+            trained: its parameters, maybe some of the track's only: the step is recorded with a gradient of 0 for all others.
             has_closure: whether the step computes gradients itself; they are noted after it.
             is_in_backward: whether a hook takes the step, as soon as a gradient is there.
         """
         self.stepping = optimizer
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ids = {id(p) for p in trained}
         has_parameter = [float(id(p) in ids) for p in self.parameters]
         self.owned = None if all(has_parameter) else np.repeat(has_parameter, self.recording.sizes)
-        if not self.previous_parameters:
-            self.previous_parameters = [
-                torch.empty_like(parameter, requires_grad=False) for parameter in self.parameters
-            ]
-        with torch.no_grad():
-            for value, parameter in zip(self.previous_parameters, self.parameters, strict=True):
-                value.copy_(parameter)  # new memory would cost several times as much
+        self.keeping.begin_step()
         if self.weights is not None and not np.array_equal(weights := self.sketch(self.parameters), self.weights):
             self.step.moved = weights
         self.step.has_closure = has_closure
@@ -247,7 +254,9 @@ class Track:
             micro_step = self.end_backward(is_synchronised=False)
             self.step.micro_steps.append(micro_step or MicroStep(self.sketch_gradient(), True, False, False))
             self.has_stepped = True
-        if not has_closure:
+        if not self.keeping.adds_up:
+            self.step.unclipped_gradient = self.keeping.sketch_unclipped()
+        elif not has_closure:
             self._note_gradient()
 
     def end_closure(self) -> None:
@@ -275,13 +284,9 @@ class Track:
         if self.step.num_evaluated:
             del self.step.micro_steps[self.step.num_evaluated :]
         step, rates = self.step, [float(group["lr"]) for group in optimizer.param_groups]
-        with torch.no_grad():
-            pairs = list(zip(self.parameters, self.previous_parameters, strict=True))
-            subtract = torch.Tensor.sub_ if keep_parameters else torch.Tensor.sub
-            change = self.sketch(subtract(parameter, value) for parameter, value in pairs)
-            for parameter, value in pairs if keep_parameters else []:
-                parameter.copy_(value)
-        self.weights = self.sketch(self.parameters) if len(self.recording.steps) < NUM_LOOKS else None
+        change = self.keeping.end_step(keep_parameters)
+        is_looked_at = self.keeping.adds_up and len(self.recording.steps) < NUM_LOOKS
+        self.weights = self.sketch(self.parameters) if is_looked_at else None
         if self.owned is not None:
             self._narrow(step)
         for micro_step in step.micro_steps:

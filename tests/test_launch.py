@@ -360,7 +360,9 @@ def test_engines_that_scale_by_themselves_are_refused(bare, name):
     bare.setenv(name, "true")
     (problem,) = problems()
     assert problem.startswith(f"{name} is set, but ")
-    assert problem.endswith("Launch with distributed_type MULTI_GPU")
+    assert problem.endswith(
+        "Launch with distributed_type MULTI_GPU, or for weights in parts with FSDP and fsdp_version 2"
+    )
 
 
 def test_problems_come_together(bare):

@@ -38,7 +38,10 @@ ONEDNN_KERNELS = "8192"
 1024, is too few for micro-batches of all sizes."""
 
 UNSUPPORTED_FEATURES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
+    "ACCELERATE_USE_DEEPSPEED": (
+        "under DeepSpeed accelerator.backward takes the step, before its gradient can be clipped, or left out where it is not "
+        "finite"
+    ),
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
 }
 PARALLELISM = "PARALLELISM_CONFIG_"
@@ -187,7 +190,8 @@ def _gpus_are_hidden() -> bool:
 
 def _find_environment_problems() -> list[str]:
     problems = [
-        f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU"
+        f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU, or for "
+        "weights in parts with FSDP and fsdp_version 2"
         for name, why in UNSUPPORTED_FEATURES.items()
         if parse_flag_from_env(name)
     ]

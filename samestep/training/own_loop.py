@@ -701,6 +701,12 @@ def _reduces_every_micro_batch(accelerator: Accelerator) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Wrong use
 
+ENGINES = {
+    DistributedType.DEEPSPEED: "where accelerator.backward takes the step, before its gradient can be clipped",
+    DistributedType.MEGATRON_LM: "which scales the loss and accumulates by its own rules",
+}
+"""Types that are refused -> why."""
+
 
 @contextlib.contextmanager
 def _reserve_accelerator(accelerator: Accelerator, name: str) -> Iterator[None]:
@@ -738,10 +744,10 @@ def find_problems(accelerator: Accelerator, name: str) -> list[str]:
             "the scheduler is prepared, so that it steps once per process in every optimizer step. Leave it out of "
             "accelerator.prepare, and call scheduler.step() once behind the micro-batches of a step"
         )
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    if accelerator.distributed_type in ENGINES:
         problems.append(
-            f"distributed_type is {accelerator.distributed_type.value}, which scales the loss and accumulates by its own "
-            "rules: launch with MULTI_GPU or FSDP"
+            f"distributed_type is {accelerator.distributed_type.value}, {ENGINES[accelerator.distributed_type]}: launch with "
+            "MULTI_GPU, or for weights in parts with FSDP and fsdp_version 2"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         problems.append(
