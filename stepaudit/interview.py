@@ -43,7 +43,7 @@ class Interview:
     def __init__(self, is_wanted: bool):
         self.activations: list[probe.Activation] = []  # outputs of modules, since the last backward, as long as needed
         self.outputs: list[list[torch.Tensor]] = []  # of each outermost call
-        self.is_asking, self.is_wanted = False, is_wanted
+        self.is_asking, self.is_wanted, self.is_left_alone = False, is_wanted, False
         self.generator: torch.Tensor | None = None  # the generator's state after the last outermost call
         self.probes_left = MAX_PROBES if is_wanted and os.environ.get("RANK", "0") == "0" else 0
         self.facts: list[probe.Fact] | None = None
@@ -64,6 +64,10 @@ class Interview:
             yield
         finally:
             self.is_asking = False
+
+    def leave_alone(self, reason: str) -> None:
+        """Ask nothing, neither now nor later: a question to one process would wait for the others for ever."""
+        self.is_wanted, self.is_left_alone, self.probes_left, self.unasked = False, True, 0, reason
 
     def note_collective(self, text: str) -> None:
         """Note that the processes talk to each other: a question to one of them would wait for the others for ever."""
@@ -202,7 +206,8 @@ class Interview:
 
     def ask_num_items(self, micro_step: MicroStep, call: Call) -> None:
         """Ask once whether the loss follows the `num_items_in_batch` of a call, if it is given one."""
-        if micro_step.num_items is None or self.honours_num_items is not None or self.has_talked:
+        is_known = micro_step.num_items is None or self.honours_num_items is not None
+        if is_known or self.has_talked or self.is_left_alone:
             return
         with self.asking():
             self.honours_num_items = honours_num_items(*call)

@@ -25,6 +25,7 @@ from stepaudit._internals import FETCHERS, LoaderIterator, find_objects, is_tran
 from stepaudit.assignments import watch_assignments
 from stepaudit.averages import Averages
 from stepaudit.batches import Batches, UsedBatch
+from stepaudit.holding import Holding
 from stepaudit.interview import Interview
 from stepaudit.micro_batch import Call, describe_call, unwrap
 from stepaudit.precision import SHORT_DTYPES, compute_in_float32, name_dtype, note_autocast
@@ -98,6 +99,7 @@ class _Following:
         self.followed_modules: set[nn.Module] = set()
         self.is_in_backward = self.has_new_groups = False  # groups of parameters, in an optimizer
         self.stack = contextlib.ExitStack()
+        self.holding = Holding()
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Add a track for each optimizer that trains a called module, or for the optimizer that steps.
@@ -130,6 +132,9 @@ class _Following:
         track = Track(model, parameters)
         self.tracks.append(track)
         self.stack.callback(track.watch(lambda: self.is_in_backward and not self.interview.is_asking))
+        self.holding.look(track)
+        if self.holding.is_divided:
+            self.interview.leave_alone("only all processes together can compute it")
         if model is not None and self.model is None:
             self.averages.find(model)
 
@@ -168,6 +173,7 @@ class _Following:
         value = clip(*args, **kwargs)
         for track in self.tracks:
             track.end_clipping()
+        self.holding.note_norm(value)
         return value
 
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
@@ -247,6 +253,7 @@ class Recorder(_Following):
             stack.enter_context(replace(torch.autograd, "backward", self._backward))
             stack.enter_context(replace(torch.autograd, "grad", self._grad))
             stack.enter_context(replace(nn.Module, "__call__", self._call))
+            self.holding.watch(stack, replace)
             for owner, name in HOOKS:
                 stack.enter_context(replace(owner, name, self._register_hook))
             stack.enter_context(watch_reads(_is_own, self.interview.note_read))
@@ -366,6 +373,7 @@ class Recorder(_Following):
     def _begin_backward(self) -> None:
         """Prepare every track before gradients are computed."""
         self._follow_optimizers()
+        self.holding.begin_backward()
         self.logs.watch()
         self._look_at_averages()
         for track in self.tracks:
@@ -388,6 +396,7 @@ class Recorder(_Following):
                 + [t.recording.steps[-1].micro_steps[-1] for t in self.tracks if t.has_stepped],
             )
             for track, micro_step in pairs:
+                micro_step.length = self.holding.measure(track)
                 track.name_model([unwrap(module) for module, *_ in self.calls])
                 track.add_micro_step(micro_step, is_continued=not self.calls and self.has_called)
             self.interview.ask_model(facts, self.calls)
@@ -436,6 +445,7 @@ class Recorder(_Following):
                 if not track.recording.steps:
                     self.follows_losses |= any(True for _ in find_objects(ReduceLROnPlateau))
                 track.end_step(optimizer, self.puts_back)
+                self.holding.end_step(track)
                 self.open_averages.append(track.recording.steps[-1])
         largest_track = max(self.tracks, key=lambda track: sum(p.numel() for p in track.parameters), default=None)
         if self.num_steps and largest_track is not None and len(largest_track.recording.steps) == self.num_steps:
@@ -472,6 +482,9 @@ class Recorder(_Following):
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self.is_in_backward and self.calls:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
+        self.holding.settle()
+        if name == "allreduce":
+            self.holding.note_reduced(args)
         return talk(*args, **kwargs)
 
 

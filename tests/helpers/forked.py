@@ -86,7 +86,8 @@ class Server:
 
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
             steps = f"{num_steps}:{mode}" if mode else str(num_steps)
-            self.run([folder, steps, *program, *variation.argv], variation.num_processes, timeout)
+            words = [folder, steps, *program, *variation.argv]
+            self.run(words, variation.num_processes, timeout, variation.environment)
             return [] if mode == "kill" else load(Path(folder), 1, variation.num_processes)[0]
 
     def run(

@@ -1,0 +1,159 @@
+"""Records what a process of a parallel program holds: its place in the mesh, its parts of the weights, the norms that it sees.
+
+`together.py` is the other end. Neither is needed where each process has the whole model.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+
+from stepaudit._internals import find_objects
+from stepaudit.mesh import DATA, VARIABLE, find_places, find_role, read_mesh
+from stepaudit.track import Track
+
+MAX_NUMBERS = 64  # that are kept of a step
+READS = ("item", "__float__", "tolist")
+
+
+class Holding:
+    """Follows what a process holds and what numbers it sees.
+
+    Attributes:
+        axes: name -> size, of the mesh's dimensions.
+        places: name -> this process's coordinate.
+        numbers: single numbers that the program has read or reduced since the first backward of a step.
+    """
+
+    def __init__(self) -> None:
+        self.axes: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        self.numbers: list[float] = []
+        self.reduced: list[torch.Tensor] = []  # whose numbers are there once the collective has ended
+        self.has_stepped = False
+        self.is_wanted = int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a model or its sequences are divided: one process alone cannot be asked then."""
+        return any(find_role(name) != DATA for name, size in self.axes.items() if size > 1)
+
+    def watch(self, stack: contextlib.ExitStack, replace: Callable) -> None:
+        """Note the numbers that are read out of tensors, as a norm that is printed, until the stack ends."""
+        for name in READS if self.is_wanted else ():
+            if name in vars(torch.Tensor):
+                stack.enter_context(replace(torch.Tensor, name, self._read))
+            else:  # of the class above, which cannot be changed
+                original = getattr(torch.Tensor, name)
+                setattr(torch.Tensor, name, functools.partialmethod(_call_with, self._read, original))
+                stack.callback(delattr, torch.Tensor, name)
+
+    def _read(self, read: Callable, tensor: torch.Tensor, *args: object) -> object:
+        value = read(tensor, *args)
+        if isinstance(value, float):
+            self.note(value)
+        return value
+
+    def note(self, number: float) -> None:
+        if len(self.numbers) < MAX_NUMBERS:
+            self.numbers.append(number)
+
+    def note_reduced(self, args: tuple) -> None:
+        """Note the single numbers that a collective is given, which changes them in place."""
+        if not self.is_wanted:
+            return
+        tensors = args[1] if len(args) > 1 else []
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and tensor.is_floating_point():
+                self.reduced.append(tensor)
+
+    def note_norm(self, value: object) -> None:
+        """Note what a function that clips returns."""
+        if self.is_wanted and isinstance(value, torch.Tensor) and value.numel() == 1:
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            self.note(float(whole))
+
+    def settle(self) -> None:
+        """Read the numbers that collectives have reduced, before the program changes them."""
+        for tensor in self.reduced:
+            self.note(float(tensor.detach()))
+        self.reduced.clear()
+
+    def begin_backward(self) -> None:
+        """Begin anew where this is the first backward of a step."""
+        self.settle()
+        if self.has_stepped:
+            self.numbers, self.has_stepped = [], False
+
+    def end_step(self, track: Track) -> None:
+        """Hand the numbers to a step; those that are read behind it, for a log, go there, too."""
+        self.settle()
+        track.recording.steps[-1].numbers, self.has_stepped = self.numbers, True
+
+    def look(self, track: Track) -> None:
+        """Find this process's place in the mesh, and note what it holds of the parameters of a new track."""
+        if not self.is_wanted:
+            return
+        self.axes, self.places = find_axes()
+        track.recording.axes, track.recording.places = self.axes, self.places
+        track.recording.cuts = [_find_cuts(parameter) for parameter in track.parameters]
+        track.recording.pieces = [list(_own(parameter).shape) for parameter in track.parameters]
+
+    def measure(self, track: Track) -> float | None:
+        """Measure the length of the gradient that this process holds, parts of DTensors as parts."""
+        if not self.is_wanted:
+            return None
+        gradients = [_own(p.grad) for p in track.parameters if p.grad is not None and p.grad.layout == torch.strided]
+        with torch.no_grad():
+            return float(sum(float(gradient.double().pow(2).sum()) for gradient in gradients)) ** 0.5
+
+
+def _call_with(tensor: torch.Tensor, read: Callable, original: Callable, *args: object) -> object:
+    return read(original, tensor, *args)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _find_cuts(parameter: torch.Tensor) -> list[str]:
+    """Find the dimensions of its mesh along which a DTensor is cut: their names; a plain tensor has none."""
+    if not hasattr(parameter, "device_mesh"):
+        return []
+    names = parameter.device_mesh.mesh_dim_names or [""] * parameter.device_mesh.ndim
+    return [name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()]
+
+
+def find_axes() -> tuple[dict[str, int], dict[str, int]]:
+    """Find the dimensions of the mesh that a program has made, and this process's place in each; else those of `--mesh`.
+
+    Returns:
+        Name -> size, and name -> coordinate from 0; empty where nothing is known.
+    """
+    axes: dict[str, int] = {}
+    places: dict[str, int] = {}
+    for mesh in _list_meshes():
+        coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
+        roles = {find_role(name) for name in axes}
+        if coordinate is None or any(find_role(name) in roles for name in names):  # flattened, or a part of a known one
+            continue
+        for number, name in enumerate(names):
+            if find_role(name):
+                axes[name], places[name] = mesh.size(number), coordinate[number]
+    if any(find_role(name) != DATA for name in axes) or not os.environ.get(VARIABLE):
+        return axes, places
+    axes = read_mesh(os.environ[VARIABLE])
+    return axes, find_places(axes, int(os.environ.get("RANK", "0")))
+
+
+def _list_meshes() -> list:
+    """List the meshes of a program that have names, the largest first."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes = [mesh for mesh in find_objects(DeviceMesh) if mesh.mesh_dim_names]
+    return sorted(meshes, key=lambda mesh: (-mesh.size(), -mesh.ndim))

@@ -1,0 +1,171 @@
+"""Tells where the parts of a model that a process holds lie in the whole model, by the numbers that the weights begin with.
+
+Names and order do not matter then: a stage may number its layers anew, and a matrix may be cut in any dimension. Where numbers are
+all the same, as those of a norm, the same name counts, then the place behind the weight before, then the place in the mesh.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from stepaudit.mesh import DATA, EXPERT, TENSOR, find_role
+from stepaudit.recording import Recording
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.", "_checkpoint_wrapped_module.")
+FUSED = (1, 2, 3)  # matrices in one, each of which is cut by itself (q, k, v)
+
+
+def split(vector: np.ndarray, recording: Recording) -> list[np.ndarray]:
+    """Split a sketch [numbers] into the parameters' parts."""
+    return np.split(vector, np.cumsum(recording.sizes)[:-1])
+
+
+def place(reference: Recording, processes: Sequence[Recording]) -> list[np.ndarray]:
+    """Place the numbers of every process in the whole model.
+
+    Args:
+        reference: recording of a process that holds all.
+        processes: recordings of all processes of a layout.
+
+    Returns:
+        For each process int64 [numbers of its sketch]: their numbers in the reference's sketch, -1 for those that are in none.
+    """
+    placer = _Placer(reference)
+    parts = [[placer.find(process, number) for number in placer.begin(process)] for process in processes]
+    for number in range(max((len(own) for own in parts), default=0)):
+        held = [rank for rank, own in enumerate(parts) if number < len(own)]
+        is_flat = all(len(processes[rank].shapes[number]) == 1 for rank in held)
+        if is_flat and len(held) == len(processes) and any(parts[rank][number] is None for rank in held):
+            values = [split(process.weights, process)[number] for process in processes]
+            for rank, own in enumerate(placer.find_flat(processes[0].names[number], values)):
+                parts[rank][number] = own
+    places = []
+    for process, own in zip(processes, parts, strict=True):
+        filled = [
+            np.full(size, -1) if part is None else part for part, size in zip(own, process.sizes, strict=True)
+        ]
+        places.append(np.concatenate([np.zeros(0, dtype=np.int64), *filled]).astype(np.int64))
+    return places
+
+
+class _Placer:
+    """Looks for parameters of processes in a reference.
+
+    Args:
+        reference: recording that holds all.
+    """
+
+    def __init__(self, reference: Recording):
+        self.reference = reference
+        self.values = split(reference.weights, reference)
+        self.starts = np.cumsum([0, *reference.sizes])
+        self.taken: set[int] = set()  # by the process that is looked at
+        self.last = -1
+
+    def begin(self, process: Recording) -> range:
+        """Begin with a process, and return the numbers of its parameters."""
+        self.taken, self.last = set(), -1
+        return range(len(process.names))
+
+    def find(self, process: Recording, number: int) -> np.ndarray | None:
+        """Find where a parameter of a process lies; None: nowhere."""
+        values = split(process.weights, process)[number]
+        for candidate in self._order(strip(process.names[number])):
+            found = self._match(candidate, process, number, values)
+            if found is not None:
+                self.taken.add(candidate)
+                self.last = candidate
+                return self.starts[candidate] + found
+        return None
+
+    def _order(self, name: str) -> list[int]:
+        """Order the parameters in which one is looked for: the same name, the next, those that are not taken, all others."""
+        numbers = range(len(self.reference.names))
+        return sorted(
+            numbers,
+            key=lambda n: (strip(self.reference.names[n]) != name, n in self.taken, n != self.last + 1, n),
+        )
+
+    def _match(self, candidate: int, process: Recording, number: int, values: np.ndarray) -> np.ndarray | None:
+        whole, true_shape, shape = self.values[candidate], self.reference.shapes[candidate], process.shapes[number]
+        if shape == true_shape:
+            return np.arange(len(whole)) if np.array_equal(whole, values) else None
+        if len(whole) != np.prod(true_shape) or len(values) != np.prod(shape) or not values.size:
+            return None  # only a sketch is known
+        others = [d for d, sizes in enumerate(zip(true_shape, shape, strict=False)) if sizes[0] != sizes[1]]
+        if len(shape) != len(true_shape) or len(others) != 1 or shape[others[0]] > true_shape[others[0]]:
+            return None
+        indices = np.arange(len(whole)).reshape(true_shape)
+        for rows in _list_slices(true_shape[others[0]], shape[others[0]], process):
+            taken = np.take(indices, rows, axis=others[0]).ravel()
+            if np.array_equal(whole[taken], values):
+                return taken
+        return None
+
+    def find_flat(self, name: str, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Find where the pieces of a flat parameter lie, of which each process has one, in the order of the processes."""
+        period = next(
+            (p for p in range(1, len(values)) if all(np.array_equal(v, values[n % p]) for n, v in enumerate(values))),
+            len(values),
+        )  # replicas have the same pieces
+        joined = np.concatenate(values[:period])
+        named = [n for n, other in enumerate(self.reference.names) if strip(other) == strip(name)]
+        if named and np.array_equal(self.values[named[0]], joined):
+            found = self.starts[named[0]] + np.arange(len(joined))
+        else:
+            found = _find_runs(np.concatenate(self.values), joined)
+        pieces = np.split(found, np.cumsum([len(v) for v in values[:period]])[:-1])
+        return [pieces[n % period] for n in range(len(values))]
+
+
+def strip(name: str) -> str:
+    """Return a parameter's name without what wraps its model.
+
+    >>> strip("module._fsdp_wrapped_module.head.weight")
+    'head.weight'
+    """
+    for word in WRAPPERS:
+        name = name.replace(word, "")
+    return name
+
+
+def _list_slices(true_size: int, size: int, process: Recording) -> Iterator[np.ndarray]:
+    """List the rows that a part of `size` may be, of `true_size`: that of the process's place in the mesh first."""
+    likely = [
+        process.places[name]
+        for role in (TENSOR, EXPERT, DATA)
+        for name, number in process.axes.items()
+        if find_role(name) == role and number * size == true_size
+    ]
+    starts = [place * size for place in likely] + list(range(0, true_size - size + 1, size))
+    for fused, start in itertools.product(FUSED, starts):
+        if size % fused or true_size % fused:
+            continue
+        blocks = [np.arange(size // fused) + start // fused + block * (true_size // fused) for block in range(fused)]
+        yield np.concatenate(blocks)
+
+
+def _find_runs(whole: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Find the numbers of a flat parameter in the whole model: the longest runs that agree; -1 for padding."""
+    found, position = np.full(len(values), -1), 0
+    taken = np.zeros(len(whole), dtype=bool)
+    while position < len(values):
+        after = found[position - 1] + 1 if position else 0
+        best = (0, False, 0)
+        for start in np.flatnonzero(whole == values[position]):
+            length = min(len(whole) - start, len(values) - position)
+            differs = np.flatnonzero(
+                (whole[start : start + length] != values[position : position + length]) | taken[start : start + length]
+            )
+            run = int(differs[0]) if len(differs) else length
+            best = max(best, (run, start == after, -int(start)))
+        run, _, start = best[0], best[1], -best[2]
+        is_padding = not run or (not values[position : position + run].any() and position + run == len(values))
+        if is_padding and not (run and start == after and position):
+            position += max(run, 1)
+            continue
+        found[position : position + run] = np.arange(start, start + run)
+        taken[start : start + run] = True
+        position += run
+    return found
