@@ -89,6 +89,14 @@ def is_transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def find_reader(own: set[str]) -> str:
+    """Return the file of the first function above the caller that is in none of these files (CPython, `sys._getframe`)."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename in own or frame.f_code.co_name == "replacement"):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
 def find_caller(depth: int) -> str:
     """Return the file of the function that is `depth` calls above the caller (CPython, `sys._getframe`)."""
     return sys._getframe(depth + 1).f_code.co_filename

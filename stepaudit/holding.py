@@ -7,15 +7,20 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from stepaudit._internals import find_objects
+from stepaudit import reads
+from stepaudit._internals import find_objects, find_reader
 from stepaudit.mesh import DATA, VARIABLE, find_places, find_role, read_mesh
 from stepaudit.track import Track
 
 MAX_NUMBERS = 64  # that are kept of a step
 READS = ("item", "__float__", "tolist")
+# Files through which a read goes, and folders of those who read for themselves: the audit, and the optimizers of torch.
+OWN_FILES = {__file__, reads.__file__, functools.__file__}
+NO_READERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class Holding:
@@ -52,7 +57,7 @@ class Holding:
 
     def _read(self, read: Callable, tensor: torch.Tensor, *args: object) -> object:
         value = read(tensor, *args)
-        if isinstance(value, float):
+        if isinstance(value, float) and not find_reader(OWN_FILES).startswith(NO_READERS):
             self.note(value)
         return value
 

@@ -5,7 +5,7 @@ all the same, as those of a norm, the same name counts, then the place behind th
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def place(reference: Recording, processes: Sequence[Recording]) -> list[np.ndarr
         For each process int64 [numbers of its sketch]: their numbers in the reference's sketch, -1 for those that are in none.
     """
     placer = _Placer(reference)
-    parts = [[placer.find(process, number) for number in placer.begin(process)] for process in processes]
+    parts = [placer.find_all(process) for process in processes]
     for number in range(max((len(own) for own in parts), default=0)):
         held = [rank for rank, own in enumerate(parts) if number < len(own)]
         is_flat = all(len(processes[rank].shapes[number]) == 1 for rank in held)
@@ -60,32 +60,41 @@ class _Placer:
         self.reference = reference
         self.values = split(reference.weights, reference)
         self.starts = np.cumsum([0, *reference.sizes])
-        self.taken: set[int] = set()  # by the process that is looked at
-        self.last = -1
 
-    def begin(self, process: Recording) -> range:
-        """Begin with a process, and return the numbers of its parameters."""
-        self.taken, self.last = set(), -1
-        return range(len(process.names))
+    def find_all(self, process: Recording) -> list[np.ndarray | None]:
+        """Find where the parameters of a process lie; None: nowhere.
 
-    def find(self, process: Recording, number: int) -> np.ndarray | None:
-        """Find where a parameter of a process lies; None: nowhere."""
-        values = split(process.weights, process)[number]
-        for candidate in self._order(strip(process.names[number])):
-            found = self._match(candidate, process, number, values)
-            if found is not None:
-                self.taken.add(candidate)
-                self.last = candidate
-                return self.starts[candidate] + found
-        return None
+        Those that only one parameter of the reference fits are placed first, and tell the place of their neighbours.
+        """
+        values = split(process.weights, process)
+        fits = [
+            {
+                candidate: found
+                for candidate in range(len(self.values))
+                if (found := self._match(candidate, process, number, values[number])) is not None
+            }
+            for number in range(len(process.names))
+        ]
+        chosen = {number: next(iter(found)) for number, found in enumerate(fits) if len(found) == 1}
+        for number, found in enumerate(fits):
+            if number not in chosen and found:
+                order = self._order(process, number, chosen)
+                chosen[number] = min(found, key=order)
+        return [
+            self.starts[chosen[number]] + found[chosen[number]] if number in chosen else None
+            for number, found in enumerate(fits)
+        ]
 
-    def _order(self, name: str) -> list[int]:
-        """Order the parameters in which one is looked for: the same name, the next, those that are not taken, all others."""
-        numbers = range(len(self.reference.names))
-        return sorted(
-            numbers,
-            key=lambda n: (strip(self.reference.names[n]) != name, n in self.taken, n != self.last + 1, n),
-        )
+    def _order(self, process: Recording, number: int, chosen: dict[int, int]) -> Callable[[int], tuple]:
+        """Make the order in which candidates are taken: not taken, as far from the neighbours as here, of the same name."""
+        name, taken = strip(process.names[number]), set(chosen.values())
+        neighbours = [max((n for n in chosen if n < number), default=None), min((n for n in chosen if n > number), default=None)]
+
+        def order(candidate: int) -> tuple:
+            distances = [abs(candidate - chosen[n] - (number - n)) for n in neighbours if n is not None]
+            return candidate in taken, sum(distances), strip(self.reference.names[candidate]) != name, candidate
+
+        return order
 
     def _match(self, candidate: int, process: Recording, number: int, values: np.ndarray) -> np.ndarray | None:
         whole, true_shape, shape = self.values[candidate], self.reference.shapes[candidate], process.shapes[number]

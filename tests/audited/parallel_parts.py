@@ -4,7 +4,6 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
 from torch import nn
 
 VOCAB, WIDTH, LENGTH = 32, 16, 8
@@ -128,6 +127,39 @@ class SplitSequence(torch.autograd.Function):
         return torch.cat(parts, 1)
 
 
+class Gather(torch.autograd.Function):
+    """What all processes of a group have, side by side; of the gradient the sum, and of that the own part."""
+
+    @staticmethod
+    def forward(ctx, x, group, size, place, dim):
+        ctx.group, ctx.size, ctx.place, ctx.dim = group, size, place, dim
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.size, ctx.dim)[ctx.place].contiguous(), None, None, None, None
+
+
+class AddUp(torch.autograd.Function):
+    """The sum of all processes of a group; of the gradient the sum, too."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, x = group, x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
 def cut_block(block):
     """Keep this process's part of a block's matrices: plain tensors, as Megatron has them."""
     rows = 2 * WIDTH // world
@@ -150,7 +182,7 @@ class Attention(nn.Module):
         y = self.norm(x)
         q, k, v = self.q(y), self.k(y), self.v(y)
         if size > 1:
-            k, v = (torch.cat(dist.nn.functional.all_gather(t.contiguous(), group=group), 1) for t in (k, v))
+            k, v = (Gather.apply(t.contiguous(), group, size, place, 1) for t in (k, v))
         scores = q @ k.transpose(1, 2) / WIDTH**0.5
         queries, keys = torch.arange(own) + place * own, torch.arange(k.shape[1])
         return x + scores.masked_fill(keys > queries[:, None], -torch.inf).softmax(-1) @ v

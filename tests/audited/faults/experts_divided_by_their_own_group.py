@@ -6,9 +6,8 @@ https://github.com/deepspeedai/DeepSpeed/pull/6546 has it."""
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
 from common_models import flags
-from parallel_parts import MixtureModel, loss_sum, rank, start, texts, world
+from parallel_parts import AddUp, Gather, MixtureModel, loss_sum, rank, start, texts, world
 from torch import nn
 
 b, k = flags()
@@ -33,11 +32,11 @@ def forward(tokens):
     if world == 1:
         y = model.experts(x, choice)
     else:
-        everyone = torch.cat(dist.nn.functional.all_gather(x.contiguous(), group=groups["ep"]))
+        everyone = Gather.apply(x.contiguous(), groups["ep"], ep, place, 0)
         choices = [torch.empty_like(choice) for _ in range(ep)]
         dist.all_gather(choices, choice, group=groups["ep"])
         done = model.experts(everyone, torch.cat(choices), first=place * num)
-        y = dist.nn.functional.all_reduce(done, group=groups["ep"]).chunk(ep)[place]
+        y = AddUp.apply(done, groups["ep"]).chunk(ep)[place]
     return model.head(x + weights[:, None] * y).view(*tokens.shape, -1)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 b, k = flags()
 start()
-model = Model()
+model = Model().float()
 if world > 1:
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

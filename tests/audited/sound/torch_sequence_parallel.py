@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -30,9 +29,6 @@ if world > 1:
         plan[f"blocks.{number}.norm"] = SequenceParallel()
         plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
         plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
-        plan[f"blocks.{number}"] = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=False
-        )
     parallelize_module(model, mesh, plan)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 tokens, targets = texts()
