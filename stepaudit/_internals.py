@@ -49,6 +49,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def is_flat(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter is a piece of many in a row, as FSDP of the first kind makes it (torch 2.13, `_is_flat_param`)."""
+    return getattr(parameter, "_is_flat_param", False)
+
+
 def put_last_hook_first(parameter: torch.Tensor) -> None:
     """Move the hook that was registered last on a parameter's gradient in front of all others, which may change the gradient.
 

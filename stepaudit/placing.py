@@ -92,7 +92,7 @@ class _Placer:
 
         def order(candidate: int) -> tuple:
             distances = [abs(candidate - chosen[n] - (number - n)) for n in neighbours if n is not None]
-            return candidate in taken, sum(distances), strip(self.reference.names[candidate]) != name, candidate
+            return candidate in taken, min(distances, default=0), sum(distances), strip(self.reference.names[candidate]) != name, candidate
 
         return order
 
@@ -123,7 +123,7 @@ class _Placer:
         if named and np.array_equal(self.values[named[0]], joined):
             found = self.starts[named[0]] + np.arange(len(joined))
         else:
-            found = _find_runs(np.concatenate(self.values), joined)
+            found = _find_runs(np.concatenate(self.values), self.starts, joined)
         pieces = np.split(found, np.cumsum([len(v) for v in values[:period]])[:-1])
         return [pieces[n % period] for n in range(len(values))]
 
@@ -155,8 +155,11 @@ def _list_slices(true_size: int, size: int, process: Recording) -> Iterator[np.n
         yield np.concatenate(blocks)
 
 
-def _find_runs(whole: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Find the numbers of a flat parameter in the whole model: the longest runs that agree; -1 for padding."""
+def _find_runs(whole: np.ndarray, starts: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Find the numbers of a flat parameter in the whole model; -1 for padding.
+
+    Of several places for a parameter that one counts from which the longest run agrees: what comes behind it tells.
+    """
     found, position = np.full(len(values), -1), 0
     taken = np.zeros(len(whole), dtype=bool)
     while position < len(values):
@@ -170,6 +173,7 @@ def _find_runs(whole: np.ndarray, values: np.ndarray) -> np.ndarray:
             run = int(differs[0]) if len(differs) else length
             best = max(best, (run, start == after, -int(start)))
         run, _, start = best[0], best[1], -best[2]
+        run = min(run, int(starts[np.searchsorted(starts, start, side="right")]) - start)  # to the end of the parameter
         is_padding = not run or (not values[position : position + run].any() and position + run == len(values))
         if is_padding and not (run and start == after and position):
             position += max(run, 1)

@@ -36,6 +36,7 @@ from stepaudit.track import Track
 
 # Functions of torch.nn.utils.
 CLIPPING = {"clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_", "clip_grad_value_"}
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose class clips by a method of its own
 # Module -> a class with .log({...}), and the names of a step's loss there. Trainer's train_loss is the mean of a whole run.
 LOGS = {
     "transformers.trainer": ("Trainer", ("loss",)),
@@ -100,6 +101,7 @@ class _Following:
         self.is_in_backward = self.has_new_groups = False  # groups of parameters, in an optimizer
         self.stack = contextlib.ExitStack()
         self.holding = Holding()
+        self.clips_fsdp = False  # whether the method of FSDP that clips is watched
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Add a track for each optimizer that trains a called module, or for the optimizer that steps.
@@ -133,6 +135,9 @@ class _Following:
         self.tracks.append(track)
         self.stack.callback(track.watch(lambda: self.is_in_backward and not self.interview.is_asking))
         self.holding.look(track)
+        if (fsdp := sys.modules.get(FSDP)) is not None and not self.clips_fsdp:  # the program has imported it by now
+            self.clips_fsdp = True
+            self.stack.enter_context(replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clip))
         if self.holding.is_divided:
             self.interview.leave_alone("only all processes together can compute it")
         if model is not None and self.model is None:

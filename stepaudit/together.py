@@ -350,7 +350,7 @@ def list_wrong_norms(gradient: np.ndarray, recording: Recording) -> list[tuple[f
         for chosen in itertools.combinations(axes, number):
             times = [np.prod([s for n, s in chosen if n not in cut] or [1]) for cut in recording.cuts]
             norm = float((squares * np.array(times)).sum()) ** 0.5
-            if relative(norm - true_norm, true_norm) > DIFFERENT:
+            if relative(abs(norm - true_norm), true_norm) > DIFFERENT:
                 found.append((norm, ", ".join(name for name, _ in chosen)))
     return found
 
@@ -385,7 +385,7 @@ def find_reported_norm(step: Step, recording: Recording, place: str) -> list[Fin
             if is_seen(norm):
                 return [_describe_norm(place, norm / true_norm, along)]
     for length in step.lengths:
-        if is_seen(length) and all(relative(length - norm, norm) > DIFFERENT for norm in norms):
+        if is_seen(length) and all(relative(abs(length - norm), norm) > DIFFERENT for norm in norms):
             evidence = f"{length:.4g}, and that of the whole gradient is {norms[-1]:.4g}"
             return [Finding("norm_of_a_part", place, evidence)]
     return None
