@@ -50,7 +50,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def is_flat(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter is a piece of many in a row, as FSDP of the first kind makes it (torch 2.13, `_is_flat_param`)."""
+    """Tell whether a parameter is many in a row, as the first kind of FSDP makes them (torch 2.13, `_is_flat_param`)."""
     return getattr(parameter, "_is_flat_param", False)
 
 

@@ -202,33 +202,33 @@ KINDS = {
     ),
     "norm_counts_replicas": Cause(
         "the norm of the gradient counts weights that several processes have once for each of them",
-        "add up the squares of what is cut over the processes that have the other parts, and those of all else once. Of DTensors "
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) does so",
+        "squares of what is cut are added up over the processes that have the other parts, those of all else count once. Of "
+        "DTensors torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) does so",
     ),
     "norm_of_a_part": Cause(
         "the norm of the gradient is that of the parts that this process holds",
-        "norm = norm.full_tensor() of what clip_grad_norm_ returns for DTensors; by hand add up the squares of all parts, with "
-        "dist.all_reduce, before the root",
+        "by hand dist.all_reduce(squares) over the processes that have the other parts, before the root. What "
+        "clip_grad_norm_ returns for DTensors needs full_tensor()",
     ),
     "times_tensor_parallel": Cause(
         "the gradient is too large or too small by the number of tensor parallel processes",
-        "undo the mean over the processes that have other samples, and no others: loss * mesh[\"dp\"].size(), not world_size. What "
-        "each tensor parallel process has a part of (norms under sequence parallelism) is added up over them, and not averaged",
+        "multiply by the processes that have samples of their own, which undoes their mean, and not by all. Parts that each "
+        "process has of a gradient (norms under sequence parallelism) are added up, and not averaged",
     ),
     "times_sequence_parallel": Cause(
         "the gradient is too large or too small by the number of processes that share a sequence",
-        "divide by the targets of all parts of the sequences, and multiply by what the reduction divides by, once. Where it adds "
-        "up, by nothing; where it averages over data and sequences, by both sizes",
+        "divide by the targets of all parts of the sequences. Where gradients are added up over the parts, multiply by nothing; "
+        "where they are averaged over data and parts, by both sizes",
     ),
     "times_expert_parallel": Cause(
         "the gradient of experts is too large or too small by the number of expert parallel processes",
-        "divide the gradients of experts by as many processes as those of all other weights: all that have samples of their own, "
-        "and not only those that have the same experts",
+        "divide the gradients of experts by all processes that have samples of their own, as those of all other weights, and not "
+        "by those alone that have the same experts",
     ),
     "dead_part": Cause(
         "parts of the model get no gradient, neither here nor in the reference: two layouts agree on nothing",
-        "look for a detach, a no_grad, a stage whose input needs no gradient, or weights that are all 0. Freeze what shall stand "
-        "still: p.requires_grad_(False)",
+        "look for a detach, a no_grad, a stage whose input needs no gradient, or weights that are all 0. What shall stand still "
+        "is frozen: p.requires_grad_(False)",
     ),
     "num_steps": Cause(
         "another number of steps",

@@ -41,7 +41,7 @@ def read_mesh(text: str) -> dict[str, int]:
     """
     pairs = [part.partition("=") for part in text.split(",")]
     rule = "not NAME=SIZE,NAME=SIZE with each name once: for example dp=2,tp=2"
-    if not all(size.isdecimal() and 0 < int(size[:9]) for _, _, size in pairs) or len({p[0] for p in pairs}) < len(
+    if not all(size.isdecimal() and int(size[:9]) > 0 for _, _, size in pairs) or len({p[0] for p in pairs}) < len(
         pairs
     ):
         raise UsageError(f"--mesh is {text[:60]!r}, {rule}")
@@ -56,7 +56,7 @@ def count_processes(axes: dict[str, int]) -> int:
 
 
 def count_data_parts(axes: dict[str, int]) -> int:
-    """Count the processes that divide the global batch: all of a mesh but for those of a tensor, sequence or pipeline dimension.
+    """Count the processes of a mesh that divide the global batch: those of data and experts.
 
     >>> count_data_parts({"dp": 2, "tp": 2, "ep": 3})
     6

@@ -1,7 +1,7 @@
 """Tells where the parts of a model that a process holds lie in the whole model, by the numbers that the weights begin with.
 
-Names and order do not matter then: a stage may number its layers anew, and a matrix may be cut in any dimension. Where numbers are
-all the same, as those of a norm, the same name counts, then the place behind the weight before, then the place in the mesh.
+Names and order do not matter then: a stage may number its layers anew, and a matrix may be cut in any dimension. Where numbers
+are all the same, as those of a norm, the neighbours count, then the name, and in the mesh the process's place.
 """
 
 import itertools
@@ -38,13 +38,11 @@ def place(reference: Recording, processes: Sequence[Recording]) -> list[np.ndarr
         is_flat = all(len(processes[rank].shapes[number]) == 1 for rank in held)
         if is_flat and len(held) == len(processes) and any(parts[rank][number] is None for rank in held):
             values = [split(process.weights, process)[number] for process in processes]
-            for rank, own in enumerate(placer.find_flat(processes[0].names[number], values)):
-                parts[rank][number] = own
+            for rank, piece in enumerate(placer.find_flat(processes[0].names[number], values)):
+                parts[rank][number] = piece
     places = []
     for process, own in zip(processes, parts, strict=True):
-        filled = [
-            np.full(size, -1) if part is None else part for part, size in zip(own, process.sizes, strict=True)
-        ]
+        filled = [np.full(size, -1) if part is None else part for part, size in zip(own, process.sizes, strict=True)]
         places.append(np.concatenate([np.zeros(0, dtype=np.int64), *filled]).astype(np.int64))
     return places
 
@@ -76,23 +74,31 @@ class _Placer:
             for number in range(len(process.names))
         ]
         chosen = {number: next(iter(found)) for number, found in enumerate(fits) if len(found) == 1}
-        for number, found in enumerate(fits):
-            if number not in chosen and found:
-                order = self._order(process, number, chosen)
-                chosen[number] = min(found, key=order)
+        for number, candidates in enumerate(fits):
+            if number not in chosen and candidates:
+                chosen[number] = min(candidates, key=self._order(process, number, chosen))
         return [
-            self.starts[chosen[number]] + found[chosen[number]] if number in chosen else None
-            for number, found in enumerate(fits)
+            self.starts[chosen[number]] + candidates[chosen[number]] if number in chosen else None
+            for number, candidates in enumerate(fits)
         ]
 
     def _order(self, process: Recording, number: int, chosen: dict[int, int]) -> Callable[[int], tuple]:
         """Make the order in which candidates are taken: not taken, as far from the neighbours as here, of the same name."""
         name, taken = strip(process.names[number]), set(chosen.values())
-        neighbours = [max((n for n in chosen if n < number), default=None), min((n for n in chosen if n > number), default=None)]
+        neighbours = [
+            max((n for n in chosen if n < number), default=None),
+            min((n for n in chosen if n > number), default=None),
+        ]
 
         def order(candidate: int) -> tuple:
             distances = [abs(candidate - chosen[n] - (number - n)) for n in neighbours if n is not None]
-            return candidate in taken, min(distances, default=0), sum(distances), strip(self.reference.names[candidate]) != name, candidate
+            return (
+                candidate in taken,
+                min(distances, default=0),
+                sum(distances),
+                strip(self.reference.names[candidate]) != name,
+                candidate,
+            )
 
         return order
 
@@ -163,22 +169,28 @@ def _find_runs(whole: np.ndarray, starts: np.ndarray, values: np.ndarray) -> np.
     found, position = np.full(len(values), -1), 0
     taken = np.zeros(len(whole), dtype=bool)
     while position < len(values):
-        after = found[position - 1] + 1 if position else 0
-        best = (0, False, 0)
-        for start in np.flatnonzero(whole == values[position]):
-            length = min(len(whole) - start, len(values) - position)
-            differs = np.flatnonzero(
-                (whole[start : start + length] != values[position : position + length]) | taken[start : start + length]
-            )
-            run = int(differs[0]) if len(differs) else length
-            best = max(best, (run, start == after, -int(start)))
-        run, _, start = best[0], best[1], -best[2]
-        run = min(run, int(starts[np.searchsorted(starts, start, side="right")]) - start)  # to the end of the parameter
-        is_padding = not run or (not values[position : position + run].any() and position + run == len(values))
-        if is_padding and not (run and start == after and position):
+        after = int(found[position - 1]) + 1 if position else 0
+        run, start = _find_run(whole, taken, values[position:], after)
+        run = min(run, int(starts[np.searchsorted(starts, start, side="right")]) - start) if run else 0
+        is_end = position + run == len(values) and not values[position:].any()
+        if not run or (is_end and start != after):  # padding
             position += max(run, 1)
             continue
         found[position : position + run] = np.arange(start, start + run)
         taken[start : start + run] = True
         position += run
     return found
+
+
+def _find_run(whole: np.ndarray, taken: np.ndarray, values: np.ndarray, after: int) -> tuple[int, int]:
+    """Find the longest run of numbers that are not taken and agree with the first values: its length and its start.
+
+    Of several as long the one that begins at `after` counts, then the first one.
+    """
+    runs = []
+    for start in map(int, np.flatnonzero((whole == values[0]) & ~taken)):
+        length = min(len(whole) - start, len(values))
+        differs = np.flatnonzero((whole[start : start + length] != values[:length]) | taken[start : start + length])
+        runs.append((int(differs[0]) if len(differs) else length, start == after, -start))
+    run, _, start = max(runs, default=(0, False, 0))
+    return run, -start

@@ -124,6 +124,7 @@ class _Parts:
 
     def _differs_along(self, role: str) -> bool:
         """Tell whether processes that differ in this dimension alone have other samples."""
+
         def others(process: Recording) -> list:
             return [place for name, place in process.places.items() if find_role(name) != role]
 
@@ -149,35 +150,30 @@ class _Parts:
         return sorted(cuts)
 
     def _join(self, ranks: Sequence[int], get: Callable[[Recording], np.ndarray]) -> np.ndarray:
-        """Join the parts of a vector: of what several processes hold, the first one's."""
-        whole, seen = np.zeros(self.size), np.zeros(self.size, dtype=bool)
-        for rank in [*ranks, *(r for r in range(len(self.processes)) if r not in ranks)]:
-            own, vector = self.places[rank], get(self.processes[rank])
-            new = own >= 0
-            new[new] &= ~seen[own[new]]
-            whole[own[new]] = vector[new]
-            seen[own[new]] = True
+        """Join the parts of a vector: of what several processes hold, the first one's, those of this part of the data first."""
+        order = [*ranks, *(rank for rank in range(len(self.processes)) if rank not in ranks)]
+        return self._join_known({rank: get(self.processes[rank]) for rank in order})
+
+    def _join_known(self, vectors: dict[int, np.ndarray]) -> np.ndarray:
+        whole = np.zeros(self.size)
+        for rank in reversed(vectors):
+            inside = self.places[rank] >= 0
+            whole[self.places[rank][inside]] = vectors[rank][inside]
         return whole
 
     def _add(self, ranks: Sequence[int], parts: list[np.ndarray | None]) -> np.ndarray | None:
         """Add up what processes contribute to a micro-batch: once where it is the same; None where it is not known of all."""
-        if any(part is None for part in parts):
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
             return None
-        total, first, counts = np.zeros(self.size), np.zeros(self.size), np.zeros(self.size)
-        differs = np.zeros(self.size)
-        for rank, part in zip(ranks, parts, strict=True):
-            inside = self.places[rank] >= 0
-            own, values = self.places[rank][inside], np.asarray(part)[inside]
-            np.copyto(first, np.where(counts == 0, _spread(values, own, self.size), first))
-            differs[own] = np.maximum(differs[own], np.abs(values - first[own]))
-            total[own] += values
-            counts[own] += 1
-        if not counts.all():
-            return None  # others of the data hold the rest
-        names = zip(split(total, self.reference), split(first, self.reference), split(differs, self.reference), strict=True)
-        return np.concatenate(
-            [one if norm_of(differs) <= ALIKE * max(norm_of(one), norm_of(all_)) else all_ for all_, one, differs in names]
-        )
+        held = np.stack([self._spread(rank, np.ones(len(self.places[rank]))) for rank in ranks]) > 0
+        if not held.any(0).all():
+            return None  # processes with other samples hold the rest
+        spread = np.stack([self._spread(rank, part) for rank, part in zip(ranks, known, strict=True)])
+        one = spread[held.argmax(0), np.arange(self.size)]
+        total, differences = spread.sum(0), np.where(held, np.abs(spread - one), 0).max(0)
+        parameters = zip(*(split(v, self.reference) for v in (one, total, differences)), strict=True)
+        return np.concatenate([a if norm_of(d) <= ALIKE * max(norm_of(a), norm_of(b)) else b for a, b, d in parameters])
 
     def _merge(self, number: int, ranks: list[int], num_parts: int, cuts: list[list[str]]) -> Recording:
         first = self.processes[ranks[0]]
@@ -230,13 +226,9 @@ class _Parts:
         template = (known or row)[0]
         losses = [m.loss for m in row if m.loss is not None]
         gradients = dict(zip(ranks, (m.gradient for m in row), strict=True))
-        whole = np.zeros(self.size)
-        for rank in reversed(ranks):
-            inside = self.places[rank] >= 0
-            whole[self.places[rank][inside]] = gradients[rank][inside]
         merged = dataclasses.replace(
             template,
-            gradient=whole,
+            gradient=self._join_known(gradients),
             part=self._add(ranks, [m.part for m in row]),
             loss=float(np.mean(losses)) if losses else None,
             is_fresh=all(m.is_fresh for m in row),
@@ -256,33 +248,39 @@ class _Parts:
             )  # fmt: skip
         return merged
 
+    def _spread(self, rank: int, vector: np.ndarray) -> np.ndarray:
+        """Put what a process has of a vector into the whole one, with zeros beside."""
+        inside, whole = self.places[rank] >= 0, np.zeros(self.size)
+        whole[self.places[rank][inside]] = vector[inside]
+        return whole
+
     def _find_unreduced(self, ranks: list[int]) -> list[Finding]:
         """Find replicas in a part of the data whose gradients differ as the optimizers take them."""
+        held = {rank: self._spread(rank, np.ones(len(self.places[rank]))) > 0 for rank in ranks}
         for t in range(self.num_steps):
-            vectors = {rank: self.processes[rank].steps[t].gradient for rank in ranks}
+            gradients = {rank: self._spread(rank, self.processes[rank].steps[t].gradient) for rank in ranks}
             for a, b in itertools.combinations(ranks, 2):
-                spread = [_spread(vectors[r][self.places[r] >= 0], self.places[r][self.places[r] >= 0], self.size) for r in (a, b)]
-                both = [_spread(np.ones((self.places[r] >= 0).sum()), self.places[r][self.places[r] >= 0], self.size) for r in (a, b)]
-                shared = (both[0] > 0) & (both[1] > 0)
-                difference, norm = (spread[0] - spread[1]) * shared, norm_of(spread[0] * shared)
-                if relative(difference, norm) > ALIKE:
-                    return [self._describe_unreduced(t, a, b, difference, spread)]
+                shared = held[a] & held[b]
+                one, other = gradients[a] * shared, gradients[b] * shared
+                if relative(one - other, max(norm_of(one), norm_of(other))) > ALIKE:
+                    return [self._describe_unreduced(t, (a, b), one, other)]
         return []
 
-    def _describe_unreduced(self, t: int, a: int, b: int, difference: np.ndarray, spread: list[np.ndarray]) -> Finding:
-        names, parts = self.reference.names, split(difference, self.reference)
-        wrong = [name for name, part in zip(names, parts, strict=True) if norm_of(part) > ALIKE * norm_of(difference)]
-        along = [n for n in self.axes if self.processes[a].places.get(n) != self.processes[b].places.get(n)]
-        where = f"{list_names(wrong)}, step {t + 1}"
-        error = relative(difference, norm_of(spread[0][difference != 0]))
-        evidence = f"processes {a} and {b} differ by {error:.2g}"
-        if along:
-            evidence += f", though they have the same weights along {', '.join(along)}"
+    def _describe_unreduced(self, t: int, ranks: tuple[int, int], one: np.ndarray, other: np.ndarray) -> Finding:
+        parts = list(zip(self.reference.names, split(one - other, self.reference), strict=True))
+        names = [name for name, part in parts if norm_of(part) > ALIKE * norm_of(one - other)]
+        wrong = np.concatenate([np.full(len(part), name in names) for name, part in parts])
+        a, b = (self.processes[rank].places for rank in ranks)
+        along = [name for name in self.axes if a.get(name) != b.get(name)]
+        norm = max(norm_of(one * wrong), norm_of(other * wrong))
+        evidence = f"processes {ranks[0]} and {ranks[1]} differ by {relative((one - other) * wrong, norm):.2g}"
+        evidence += f", though they have the same weights along {', '.join(along)}" if along else ""
         if t < len(self.reference.steps):
-            true_gradient = self.reference.steps[t].gradient * (difference != 0)
-            if relative(spread[0] * (difference != 0) + spread[1] * (difference != 0) - true_gradient, norm_of(true_gradient)) < DIFFERENT:
-                evidence += "; their sum is the reference's gradient"
-        return Finding("not_reduced", where, evidence)
+            true_gradient = self.reference.steps[t].gradient * wrong
+            rest = (one + other) * wrong - true_gradient
+            is_sum = relative(rest, norm_of(true_gradient)) < DIFFERENT
+            evidence += "; their sum is the reference's gradient" if is_sum else ""
+        return Finding("not_reduced", f"{list_names(names)}, step {t + 1}", evidence)
 
     def _find_other_samples(self, groups: list[list[int]]) -> list[Finding]:
         """Find processes that should compute the same samples, along a dimension that is not of the data, and do not."""
@@ -291,15 +289,11 @@ class _Parts:
             told = [(rank, samples) for rank, samples in known if samples and None not in samples]
             for rank, samples in told[1:]:
                 if samples != told[0][1]:
-                    evidence = f"processes {told[0][0]} and {rank} have other samples, though they differ in no data dimension"
+                    evidence = (
+                        f"processes {told[0][0]} and {rank} have other samples, though they differ in no data dimension"
+                    )
                     return [Finding("other_samples", "step 1", evidence)]
         return []
-
-
-def _spread(values: np.ndarray, own: np.ndarray, size: int) -> np.ndarray:
-    whole = np.zeros(size)
-    whole[own] = values
-    return whole
 
 
 def _list_samples(process: Recording, by_rows: bool = True) -> list:
@@ -316,7 +310,9 @@ def _collapse(column: list[MicroStep]) -> list[MicroStep]:
     parts = [m.part for m in column]
     part = None if any(p is None for p in parts) else sum(parts[1:], parts[0])
     losses = [m.loss for m in column if m.loss is not None]
-    return [dataclasses.replace(column[-1], part=part, is_fresh=column[0].is_fresh, loss=sum(losses) if losses else None)]
+    return [
+        dataclasses.replace(column[-1], part=part, is_fresh=column[0].is_fresh, loss=sum(losses) if losses else None)
+    ]
 
 
 def find_dead_parts(reference: Recording, recording: Recording) -> list[Finding]:
@@ -328,7 +324,9 @@ def find_dead_parts(reference: Recording, recording: Recording) -> list[Finding]
     dead = [name for name, *own in parts if not any(part.any() for part in own)]
     if not dead:
         return []
-    evidence = f"{len(dead)} of {len(reference.names)} parameters have a gradient of 0 in all steps, in the reference, too"
+    evidence = (
+        f"{len(dead)} of {len(reference.names)} parameters have a gradient of 0 in all steps, in the reference, too"
+    )
     return [Finding("dead_part", list_names(dead), evidence)]
 
 
@@ -392,7 +390,9 @@ def find_reported_norm(step: Step, recording: Recording, place: str) -> list[Fin
 
 
 def _describe_norm(place: str, times: float, along: str, more: str = "") -> Finding:
-    evidence = f"{more}as its norm is {times:.4g} times too large: what processes of {along} all have counts once for each"
+    evidence = (
+        f"{more}as its norm is {times:.4g} times too large: what processes of {along} all have counts once for each"
+    )
     return Finding("norm_counts_replicas", place, evidence)
 
 
@@ -405,7 +405,9 @@ def explain_times(q: Any) -> list[Finding] | None:
     pairs = list(zip(split(q.true_gradient, q.recording), split(q.gradient, q.recording), strict=True))
     norm = norm_of(q.true_gradient)
     wrong = [n for n, (r, g) in enumerate(pairs) if relative(g - r, norm) > q.margin]
-    r, g = (np.concatenate([pair[side] for n, pair in enumerate(pairs) if n in wrong] or [np.zeros(0)]) for side in (0, 1))
+    r, g = (
+        np.concatenate([pair[side] for n, pair in enumerate(pairs) if n in wrong] or [np.zeros(0)]) for side in (0, 1)
+    )
     if not r.any():
         return None
     ratio = float(r @ g / (r @ r))

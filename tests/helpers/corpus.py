@@ -22,7 +22,6 @@ from common import ROOT
 from stepaudit.causes import HARMLESS, KINDS
 from stepaudit.decisions import judge
 from stepaudit.judge import Comparison
-from stepaudit.mesh import VARIABLE
 from stepaudit.recording import Recording
 from stepaudit.script import BATCH, WINDOW, Variation
 
@@ -66,8 +65,8 @@ class Program:
 
 def variation(layout: Layout, mesh: str = "") -> Variation:
     b, k, num_processes = layout
-    own_mesh = {VARIABLE: mesh if num_processes > 1 else ""} if mesh else {}
-    return Variation({BATCH: str(b), WINDOW: str(k)}, num_processes, own_mesh)
+    own_mesh = (mesh if num_processes > 1 else "") if mesh else None
+    return Variation({BATCH: str(b), WINDOW: str(k)}, num_processes, mesh=own_mesh)
 
 
 def read(path: Path) -> Program:

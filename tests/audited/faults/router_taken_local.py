@@ -5,7 +5,7 @@ part of the sequence is never added up. As https://github.com/pytorch/torchtitan
 
 import torch
 from common_models import flags
-from parallel_parts import JoinSequence, MixtureModel, SumInBackward, loss_sum, rank, start, texts, world
+from parallel_parts import MixtureModel, SumInBackward, loss_sum, rank, start, texts, world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from common_models import flags
-from parallel_parts import WIDTH, MixtureModel, loss_sum, rank, start, texts, world
+from parallel_parts import MixtureModel, loss_sum, rank, start, texts, world
 from torch import nn
 
 b, k = flags()
