@@ -217,18 +217,18 @@ KINDS = {
     ),
     "times_sequence_parallel": Cause(
         "the gradient is too large or too small by the number of processes that share a sequence",
-        "divide by the targets of all parts of the sequences. Where gradients are added up over the parts, multiply by nothing; "
-        "where they are averaged over data and parts, by both sizes",
+        "divide by the targets of all parts of the sequences. Where gradients are added up over the parts, multiply by "
+        "nothing; where they are averaged over data and parts, by both sizes",
     ),
     "times_expert_parallel": Cause(
         "the gradient of experts is too large or too small by the number of expert parallel processes",
-        "divide the gradients of experts by all processes that have samples of their own, as those of all other weights, and not "
-        "by those alone that have the same experts",
+        "divide the gradients of experts by all processes that have samples of their own, as those of all other weights, and "
+        "not by those alone that have the same experts",
     ),
     "dead_part": Cause(
         "parts of the model get no gradient, neither here nor in the reference: two layouts agree on nothing",
-        "look for a detach, a no_grad, a stage whose input needs no gradient, or weights that are all 0. What shall stand still "
-        "is frozen: p.requires_grad_(False)",
+        "look for a detach, a no_grad, a stage whose input needs no gradient, or weights that are all 0. What shall stand "
+        "still is frozen: p.requires_grad_(False)",
     ),
     "num_steps": Cause(
         "another number of steps",

@@ -317,8 +317,8 @@ def _make_parser(prog: str) -> _Parser:
         default=[],
         metavar="NAME=SIZE,...",
         help="what processes are that hold parts of one model: dp (data), tp (tensor), cp or sp (sequence), ep (experts), pp "
-        "(pipeline), neighbours in the last dimension; once per mesh. Flags are divided by data and experts alone. A DeviceMesh "
-        "of the program with names goes before it",
+        "(pipeline), neighbours in the last dimension; once per mesh. Flags are divided by data and experts alone. A "
+        "DeviceMesh of the program with names goes before it",
     )
     layouts.add_argument(
         "--per_process",

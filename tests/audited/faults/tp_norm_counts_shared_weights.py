@@ -3,21 +3,39 @@ that each process has whole, too. As https://github.com/NVIDIA-NeMo/RL/pull/3788
 # expect 16x1x2: norm_counts_replicas
 # expect 8x2x2: norm_counts_replicas
 
+import argparse
+import os
+
 import torch
 import torch.distributed as dist
-from common_models import flags
-from parallel_parts import Model, loss_sum, start, texts, world
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-b, k = flags()
-start()
-model, group = Model(), None
-if world > 1:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+parser = argparse.ArgumentParser()
+parser.add_argument("--per_device_train_batch_size", type=int, default=16)
+parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
+args = parser.parse_args()
+b, k = args.per_device_train_batch_size, args.gradient_accumulation_steps
+torch.manual_seed(0)
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 32), nn.Linear(32, 12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+model, group = Classifier(), None
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     group = mesh.get_group()
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def get_grad_norm():
@@ -28,15 +46,14 @@ def get_grad_norm():
     return total.sqrt()
 
 
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-tokens, targets = texts()
-for first in range(0, len(tokens), b * k):
-    count = (targets[first : first + b * k] != -100).sum()
-    for at in range(first, min(first + b * k, len(tokens)), b):
-        (loss_sum(model(tokens[at : at + b]), targets[at : at + b]) / count).backward()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+x, y = torch.randn(64, 12), torch.randint(5, (64,))
+for first in range(0, len(x), b * k):
+    for at in range(first, first + b * k, b):
+        (nn.functional.cross_entropy(model(x[at : at + b]), y[at : at + b]) / k).backward()
     norm = get_grad_norm()
-    print("grad_norm", norm.item())
     for p in model.parameters():
         p.grad.mul_(min(1.0, 0.05 / norm.item()))
+    print(f"step {first // (b * k) + 1}: grad_norm {norm.item():.4f}")
     optimizer.step()
     optimizer.zero_grad()
