@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,14 @@ import torch
 
 from stepaudit import reads
 from stepaudit._internals import find_objects, find_reader
+from stepaudit.lines import find_place
 from stepaudit.mesh import DATA, VARIABLE, find_places, find_role, read_mesh
 from stepaudit.track import Track
 
 MAX_NUMBERS = 64  # that are kept of a step
 READS = ("item", "__float__", "tolist")
 # Files through which a read goes, and folders of those who read for themselves: the audit, and the optimizers of torch.
-OWN_FILES = {__file__, reads.__file__, functools.__file__}
+OWN_FILES = {__file__, reads.__file__, torch._tensor.__file__, torch._tensor_str.__file__}
 NO_READERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
@@ -29,14 +29,17 @@ class Holding:
     Attributes:
         axes: name -> size, of the mesh's dimensions.
         places: name -> this process's coordinate.
-        numbers: single numbers that the program has read or reduced since the first backward of a step.
+        numbers: single numbers that the program has read or reduced since the first backward of a step; `lines`: where.
+        returned: norms that functions which clip have returned.
     """
 
     def __init__(self) -> None:
         self.axes: dict[str, int] = {}
         self.places: dict[str, int] = {}
         self.numbers: list[float] = []
-        self.reduced: list[torch.Tensor] = []  # whose numbers are there once the collective has ended
+        self.lines: list[str] = []
+        self.returned: list[float] = []
+        self.reduced: list[tuple[torch.Tensor, str]] = []  # whose numbers are there once the collective has ended
         self.has_stepped = False
         self.is_wanted = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -51,8 +54,7 @@ class Holding:
             if name in vars(torch.Tensor):
                 stack.enter_context(replace(torch.Tensor, name, self._read))
             else:  # of the class above, which cannot be changed
-                original = getattr(torch.Tensor, name)
-                setattr(torch.Tensor, name, functools.partialmethod(_call_with, self._read, original))
+                setattr(torch.Tensor, name, _make_method(self._read, getattr(torch.Tensor, name)))
                 stack.callback(delattr, torch.Tensor, name)
 
     def _read(self, read: Callable, tensor: torch.Tensor, *args: object) -> object:
@@ -61,9 +63,10 @@ class Holding:
             self.note(value)
         return value
 
-    def note(self, number: float) -> None:
+    def note(self, number: float, line: str = "") -> None:
         if len(self.numbers) < MAX_NUMBERS:
             self.numbers.append(number)
+            self.lines.append(line or find_place())
 
     def note_reduced(self, args: tuple) -> None:
         """Note the single numbers that a collective is given, which changes them in place."""
@@ -72,30 +75,30 @@ class Holding:
         tensors = args[1] if len(args) > 1 else []
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and tensor.is_floating_point():
-                self.reduced.append(tensor)
+                self.reduced.append((tensor, find_place()))
 
     def note_norm(self, value: object) -> None:
         """Note what a function that clips returns."""
         if self.is_wanted and isinstance(value, torch.Tensor) and value.numel() == 1:
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            self.note(float(whole))
+            self.returned.append(float(value.full_tensor() if hasattr(value, "full_tensor") else value))
 
     def settle(self) -> None:
         """Read the numbers that collectives have reduced, before the program changes them."""
-        for tensor in self.reduced:
-            self.note(float(tensor.detach()))
+        for tensor, line in self.reduced:
+            self.note(float(tensor.detach()), line)
         self.reduced.clear()
 
     def begin_backward(self) -> None:
         """Begin anew where this is the first backward of a step."""
         self.settle()
         if self.has_stepped:
-            self.numbers, self.has_stepped = [], False
+            self.numbers, self.lines, self.returned, self.has_stepped = [], [], [], False
 
     def end_step(self, track: Track) -> None:
         """Hand the numbers to a step; those that are read behind it, for a log, go there, too."""
         self.settle()
-        track.recording.steps[-1].numbers, self.has_stepped = self.numbers, True
+        step = track.recording.steps[-1]
+        step.numbers, step.lines, step.returned, self.has_stepped = self.numbers, self.lines, self.returned, True
 
     def look(self, track: Track) -> None:
         """Find this process's place in the mesh, and note what it holds of the parameters of a new track."""
@@ -103,8 +106,7 @@ class Holding:
             return
         self.axes, self.places = find_axes()
         track.recording.axes, track.recording.places = self.axes, self.places
-        track.recording.cuts = [_find_cuts(parameter) for parameter in track.parameters]
-        track.recording.pieces = [list(_own(parameter).shape) for parameter in track.parameters]
+        track.recording.cuts = [_find_cuts(parameter, self.axes) for parameter in track.parameters]
 
     def measure(self, track: Track) -> float | None:
         """Measure the length of the gradient that this process holds, parts of DTensors as parts."""
@@ -115,8 +117,11 @@ class Holding:
             return float(sum(float(gradient.double().pow(2).sum()) for gradient in gradients)) ** 0.5
 
 
-def _call_with(tensor: torch.Tensor, read: Callable, original: Callable, *args: object) -> object:
-    return read(original, tensor, *args)
+def _make_method(read: Callable, original: Callable) -> Callable:
+    def method(tensor: torch.Tensor, *args: object) -> object:
+        return read(original, tensor, *args)
+
+    return method
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,11 +129,16 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _find_cuts(parameter: torch.Tensor) -> list[str]:
-    """Find the dimensions of its mesh along which a DTensor is cut: their names; a plain tensor has none."""
+def _find_cuts(parameter: torch.Tensor, axes: dict[str, int]) -> list[str]:
+    """Find the dimensions of its mesh along which a DTensor is cut: their names; a plain tensor has none.
+
+    A dimension without a name is taken for the first of the same size.
+    """
     if not hasattr(parameter, "device_mesh"):
         return []
-    names = parameter.device_mesh.mesh_dim_names or [""] * parameter.device_mesh.ndim
+    mesh = parameter.device_mesh
+    sizes = [mesh.size(number) for number in range(mesh.ndim)]
+    names = mesh.mesh_dim_names or [next((n for n, s in axes.items() if s == size), "") for size in sizes]
     return [name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()]
 
 

@@ -4,7 +4,6 @@ Names and order do not matter then: a stage may number its layers anew, and a ma
 are all the same, as those of a norm, the neighbours count, then the name, and in the mesh the process's place.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -13,7 +12,6 @@ from stepaudit.mesh import DATA, EXPERT, TENSOR, find_role
 from stepaudit.recording import Recording
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.", "_checkpoint_wrapped_module.")
-FUSED = (1, 2, 3)  # matrices in one, each of which is cut by itself (q, k, v)
 
 
 def split(vector: np.ndarray, recording: Recording) -> list[np.ndarray]:
@@ -77,10 +75,31 @@ class _Placer:
         for number, candidates in enumerate(fits):
             if number not in chosen and candidates:
                 chosen[number] = min(candidates, key=self._order(process, number, chosen))
+        for number, candidate in chosen.items():
+            fits[number][candidate] = self._follow_neighbour(process, number, chosen, fits)
         return [
             self.starts[chosen[number]] + candidates[chosen[number]] if number in chosen else None
             for number, candidates in enumerate(fits)
         ]
+
+    def _follow_neighbour(
+        self, process: Recording, number: int, chosen: dict[int, int], fits: list[dict[int, np.ndarray]]
+    ) -> np.ndarray:
+        """Cut a vector of which all parts are alike, as a bias of zeros, as the matrix beside it is cut."""
+        candidate, shape = chosen[number], process.shapes[number]
+        found, values = fits[number][candidate], self.values[candidate]
+        if len(shape) != 1 or len(found) == len(values) or len(np.unique(values)) == len(values):
+            return found
+        for beside in (number - 1, number + 1):
+            other = chosen.get(beside, -1)
+            if other != candidate + beside - number or process.shapes[beside][:1] != shape or len(values) < len(found):
+                continue
+            rows = fits[beside][other] // max(1, int(np.prod(self.reference.shapes[other][1:])))
+            if self.reference.shapes[other][0] == len(values) and len(
+                rows := np.array(list(dict.fromkeys(rows)))
+            ) == len(found):
+                return rows
+        return found
 
     def _order(self, process: Recording, number: int, chosen: dict[int, int]) -> Callable[[int], tuple]:
         """Make the order in which candidates are taken: not taken, as far from the neighbours as here, of the same name."""
@@ -111,9 +130,17 @@ class _Placer:
         others = [d for d, sizes in enumerate(zip(true_shape, shape, strict=False)) if sizes[0] != sizes[1]]
         if len(shape) != len(true_shape) or len(others) != 1 or shape[others[0]] > true_shape[others[0]]:
             return None
-        indices = np.arange(len(whole)).reshape(true_shape)
-        for rows in _list_slices(true_shape[others[0]], shape[others[0]], process):
-            taken = np.take(indices, rows, axis=others[0]).ravel()
+        axis, indices = others[0], np.arange(len(whole)).reshape(true_shape)
+        own_rows, true_rows = (
+            [row.tobytes() for row in np.moveaxis(numbers.reshape(s), axis, 0)]
+            for numbers, s in ((values, shape), (whole, true_shape))
+        )
+        places = {row: n for n, row in enumerate(true_rows)}
+        if len(places) == len(true_rows):  # each row is another one: they may come in any order, as of fused matrices
+            rows = [places.get(row, -1) for row in own_rows]
+            return None if -1 in rows else np.take(indices, rows, axis=axis).ravel()
+        for rows in _list_slices(true_shape[axis], shape[axis], process):
+            taken = np.take(indices, rows, axis=axis).ravel()
             if np.array_equal(whole[taken], values):
                 return taken
         return None
@@ -145,7 +172,7 @@ def strip(name: str) -> str:
     return name
 
 
-def _list_slices(true_size: int, size: int, process: Recording) -> Iterator[np.ndarray]:
+def _list_slices(true_size: int, size: int, process: Recording) -> Iterator[list[int]]:
     """List the rows that a part of `size` may be, of `true_size`: that of the process's place in the mesh first."""
     likely = [
         process.places[name]
@@ -153,12 +180,8 @@ def _list_slices(true_size: int, size: int, process: Recording) -> Iterator[np.n
         for name, number in process.axes.items()
         if find_role(name) == role and number * size == true_size
     ]
-    starts = [place * size for place in likely] + list(range(0, true_size - size + 1, size))
-    for fused, start in itertools.product(FUSED, starts):
-        if size % fused or true_size % fused:
-            continue
-        blocks = [np.arange(size // fused) + start // fused + block * (true_size // fused) for block in range(fused)]
-        yield np.concatenate(blocks)
+    for start in [place * size for place in likely] + list(range(0, true_size - size + 1, size)):
+        yield list(range(start, start + size))
 
 
 def _find_runs(whole: np.ndarray, starts: np.ndarray, values: np.ndarray) -> np.ndarray:

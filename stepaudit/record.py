@@ -6,12 +6,9 @@ schedulers' ticks. Of Trainer and Accelerator only the losses that they log are 
 
 import contextlib
 import functools
-import inspect
 import os
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from stepaudit.averages import Averages
 from stepaudit.batches import Batches, UsedBatch
 from stepaudit.holding import Holding
 from stepaudit.interview import Interview
+from stepaudit.lines import find_line_of_program, find_place, is_own
 from stepaudit.micro_batch import Call, describe_call, unwrap
 from stepaudit.precision import SHORT_DTYPES, compute_in_float32, name_dtype, note_autocast
 from stepaudit.reads import watch_reads
@@ -261,7 +259,7 @@ class Recorder(_Following):
             self.holding.watch(stack, replace)
             for owner, name in HOOKS:
                 stack.enter_context(replace(owner, name, self._register_hook))
-            stack.enter_context(watch_reads(_is_own, self.interview.note_read))
+            stack.enter_context(watch_reads(is_own, self.interview.note_read))
             stack.enter_context(watch_assignments(self._begin_assignment, self._end_assignment))
             stack.enter_context(replace(torch.optim.Optimizer, "add_param_group", self._add_group))
             stack.enter_context(replace(LRScheduler, "step", self._tick))
@@ -402,6 +400,7 @@ class Recorder(_Following):
             )
             for track, micro_step in pairs:
                 micro_step.length = self.holding.measure(track)
+                micro_step.line = find_place() if self.holding.is_wanted else ""
                 track.name_model([unwrap(module) for module, *_ in self.calls])
                 track.add_micro_step(micro_step, is_continued=not self.calls and self.has_called)
             self.interview.ask_model(facts, self.calls)
@@ -480,7 +479,7 @@ class Recorder(_Following):
             track.step.num_averages += has_changed
 
     def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, nn.Parameter) and (line := _find_line_of_program()) not in ["", *self.hook_lines]:
+        if not isinstance(owner, nn.Parameter) and (line := find_line_of_program()) not in ["", *self.hook_lines]:
             self.hook_lines.append(line)
         return register(owner, *args, **kwargs)
 
@@ -491,41 +490,6 @@ class Recorder(_Following):
         if name == "allreduce":
             self.holding.note_reduced(args)
         return talk(*args, **kwargs)
-
-
-def find_place() -> str:
-    """Find the line of the program, outside of installed packages, that is computed now: file and number."""
-    frame: types.FrameType | None = inspect.currentframe()
-    own, place = str(Path(__file__).parent), ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((own, "<")):
-            place = place or f"{Path(name).name}, line {frame.f_lineno}"
-            if not is_installed(name):
-                return f"{Path(name).name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return place
-
-
-def _find_line_of_program() -> str:
-    """Return the line that has called a function in whose place one of the recorder is; empty where a library has called it."""
-    caller: types.FrameType | None = inspect.currentframe()
-    for _ in range(3):  # this function, the recorder's and `replace`'s
-        caller = caller.f_back if caller is not None else None
-    if caller is None:
-        return ""
-    name = caller.f_code.co_filename
-    return f"{Path(name).name}, line {caller.f_lineno}" if _is_own(name) else ""
-
-
-def _is_own(name: str) -> bool:
-    """Tell whether a file is of the program, and neither of a library nor of the audit."""
-    return not is_installed(name) and Path(name).parent != Path(__file__).parent
-
-
-def is_installed(name: str) -> bool:
-    """Tell whether a file is of an installed package, and not of a program."""
-    return "site-packages" in name or "dist-packages" in name
 
 
 def _list_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -42,6 +42,7 @@ class MicroStep:
         other_rows: like `rows`, of further tensors with rows; `shared`: shape and hash of tensors without.
         is_assigned: the program assigned the gradient itself; `part` is what it added to that before.
         length: of the gradient that this process holds, parts of DTensors as parts; None: not measured.
+        line: of a program on several processes, that has computed the gradient.
         initial_gradient: like `gradient`, before the backward; None once the optimizer has stepped.
     """
 
@@ -75,6 +76,7 @@ class MicroStep:
     shared: list[list[str]] = dataclasses.field(default_factory=list)
     is_assigned: bool = False
     length: float | None = None
+    line: str = ""
     initial_gradient: np.ndarray | None = None
 
 
@@ -98,6 +100,8 @@ class Step:
         moved: float64 [numbers of the sketch], the parameters before the step, if not the step before has left them so.
         is_by_closure: the gradient is the first that the optimizer asked a closure for.
         numbers: single numbers that a program on several processes has read or reduced, from the step's first backward on.
+        lines: of the program, at which each of the numbers was.
+        returned: norms that functions which clip have returned.
         lengths: of what each process holds of the gradient before it was clipped, where processes are put together.
     """
 
@@ -116,6 +120,8 @@ class Step:
     is_by_closure: bool = False
     options: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
     numbers: list[float] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
+    returned: list[float] = dataclasses.field(default_factory=list)
     lengths: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -148,7 +154,6 @@ class Recording:
         other_recordings: of further optimizers.
         axes: dimensions of the mesh of processes, name -> size; `places`: this process's coordinates.
         cuts: for each parameter the dimensions along which it is cut.
-        pieces: for each parameter the shape of what this process holds.
     """
 
     num_processes: int = 1
@@ -179,7 +184,6 @@ class Recording:
     axes: dict[str, int] = dataclasses.field(default_factory=dict)
     places: dict[str, int] = dataclasses.field(default_factory=dict)
     cuts: list[list[str]] = dataclasses.field(default_factory=list)
-    pieces: list[list[int]] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the recording as .npz: arrays, and all else as JSON."""

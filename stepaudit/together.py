@@ -23,6 +23,7 @@ TIMES = {
     TENSOR: "times_tensor_parallel", SEQUENCE: "times_sequence_parallel", EXPERT: "times_expert_parallel",
 }  # fmt: skip
 ALIKE = 1e-6  # relative: replicas differ by rounding
+CLIPPING = "what clips"
 READ = 1e-5  # relative: a number that is printed, or computed in float32
 DIFFERENT = 1e-3  # relative: norms that are told apart
 Processes = list[Recording]
@@ -84,24 +85,31 @@ class _Parts:
         self.size = sum(reference.sizes)
 
     def put_together(self) -> tuple[Processes, list[Finding]]:
+        """Make a recording of the whole model for each part of the data, and say what is wrong with the parts."""
         if lost := self._find_lost():
             return self._make_unknown(), [lost]
         cuts = [self._find_cuts(number) for number in range(len(self.reference.names))]
         groups = self._group()
         merged = [self._merge(number, group, len(groups), cuts) for number, group in enumerate(groups)]
+        self._scale_losses(merged)
         findings = [finding for group in groups for finding in self._find_unreduced(group)]
         findings += self._find_other_samples(groups)
         findings += find_dead_parts(self.reference, merged[0])
-        return merged, findings[:8]
+        return merged, findings
 
     def _find_lost(self) -> Finding | None:
         """Find weights of a process that are no part of the reference's, and weights that no process has."""
         for rank, (process, own) in enumerate(zip(self.processes, self.places, strict=True)):
-            parts = zip(process.names, split(own, process), split(process.weights, process), strict=True)
+            parts = list(
+                zip(process.names, process.shapes, split(own, process), split(process.weights, process), strict=True)
+            )
             # Behind the end of a flat parameter there may be zeros
-            if names := [name for name, numbers, weights in parts if weights[numbers < 0].any()]:
-                evidence = "no part of the reference's weights begins with these numbers, so that nothing is compared"
-                return Finding("parameters", f"{list_names(names)} of process {rank}", evidence)
+            if strange := [(name, shape, w) for name, shape, numbers, w in parts if w[numbers < 0].any()]:
+                evidence = "they begin with other numbers than any part of the reference's weights; cut one whole model, seeded"
+                if any(len(weights) < np.prod(shape) for _, shape, weights in strange):
+                    evidence = "too large to be put together by their numbers: make the model smaller, and give --mesh"
+                place_of = f"{list_names([name for name, *_ in strange])} of process {rank}"
+                return Finding("parameters", place_of, f"nothing is compared: {evidence}")
         held = np.zeros(self.size, dtype=bool)
         for own in self.places:
             held[own[own >= 0]] = True
@@ -211,6 +219,8 @@ class _Parts:
             moved=None,
             dtype="",
             numbers=[number for process in self.processes for number in process.steps[t].numbers],
+            lines=[line for process in self.processes for line in process.steps[t].lines],
+            returned=[norm for process in self.processes for norm in process.steps[t].returned],
             lengths=[m.length for p in self.processes for m in p.steps[t].micro_steps[-1:] if m.length is not None],
         )
 
@@ -254,16 +264,36 @@ class _Parts:
         whole[self.places[rank][inside]] = vector[inside]
         return whole
 
+    def _scale_losses(self, merged: Processes) -> None:
+        """Add losses up over the parts of a sequence, where gradients are: the mean is off then by the number of parts."""
+        size = int(np.prod([size for name, size in self.axes.items() if find_role(name) == SEQUENCE] or [1]))
+        for r, own in zip(self.reference.steps, zip(*(layout.steps for layout in merged), strict=True), strict=False):
+            losses = [sum(m.loss or 0.0 for m in get_window(step)) for step in (r, *own)]
+            true_loss, mean = losses[0], float(np.mean(losses[1:]))
+            if abs(mean * size - true_loss) < abs(mean - true_loss):
+                for m in (m for step in own for m in step.micro_steps):
+                    m.loss = m.loss * size if m.loss is not None else None
+
     def _find_unreduced(self, ranks: list[int]) -> list[Finding]:
         """Find replicas in a part of the data whose gradients differ as the optimizers take them."""
         held = {rank: self._spread(rank, np.ones(len(self.places[rank]))) > 0 for rank in ranks}
-        for t in range(self.num_steps):
-            gradients = {rank: self._spread(rank, self.processes[rank].steps[t].gradient) for rank in ranks}
-            for a, b in itertools.combinations(ranks, 2):
-                shared = held[a] & held[b]
-                one, other = gradients[a] * shared, gradients[b] * shared
-                if relative(one - other, max(norm_of(one), norm_of(other))) > ALIKE:
-                    return [self._describe_unreduced(t, (a, b), one, other)]
+        for t, (a, b) in itertools.product(range(self.num_steps), itertools.combinations(ranks, 2)):
+            steps = self.processes[a].steps[t], self.processes[b].steps[t]
+            kinds = [[step.gradient for step in steps], [step.unclipped_gradient for step in steps]]
+            kinds.append([step.micro_steps[-1].gradient if step.micro_steps else step.gradient for step in steps])
+            pairs = [
+                [self._spread(r, v) * (held[a] & held[b]) for r, v in zip((a, b), kind, strict=True)] for kind in kinds
+            ]
+            taken, *earlier = [relative(one - other, max(norm_of(one), norm_of(other))) for one, other in pairs]
+            if taken > ALIKE and min(earlier) <= ALIKE:
+                lengths = [step.micro_steps[-1].length or 0.0 for step in steps if step.micro_steps]
+                norms = " and ".join(f"{length:.4g}" for length in lengths)
+                evidence = (
+                    f"processes {a} and {b} have the same gradient and clip it by other norms; their parts have {norms}"
+                )
+                return [Finding("norm_of_a_part", f"step {t + 1}", evidence)]
+            if taken > ALIKE:
+                return [self._describe_unreduced(t, (a, b), *pairs[0])]
         return []
 
     def _describe_unreduced(self, t: int, ranks: tuple[int, int], one: np.ndarray, other: np.ndarray) -> Finding:
@@ -358,40 +388,50 @@ def explain_norm(q: Any) -> list[Finding] | None:
     if not q.recording.axes:
         return None
     step, true_norm = q.recording.steps[q.t], norm_of(q.true_gradient)
+    if found := find_reported_norm(step, q.recording, q.place):
+        return found
     for norm, along in list_wrong_norms(q.true_gradient, q.recording):
         expected = true_norm / norm
         is_common = abs(round(1 / expected) * expected - 1) <= q.margin  # as a factor that a loop divides by
         if q.is_multiple and abs(q.ratio / expected - 1) <= max(q.margin, READ) and not is_common:
-            return [_describe_norm(q.place, 1 / expected, along, f"{q.ratio:.4g} times the gradient, ")]
-    return find_reported_norm(step, q.recording, q.place)
+            return [_describe_norm(q.place, "", 1 / expected, along, f"{q.ratio:.4g} times the gradient, ")]
+    return None
 
 
 def find_reported_norm(step: Step, recording: Recording, place: str) -> list[Finding] | None:
-    """Find a wrong norm among the numbers that a program reads, unless the right one is among them."""
+    """Find a wrong norm among the numbers that a program reads or reduces, unless the right one is among them.
+
+    Norms that a function returns which clips are looked at, too; a right one there is no reason to read a wrong one.
+    """
     gradients = [step.unclipped_gradient, *(m.gradient for m in get_window(step)[-1:])]
     norms = [norm_of(gradient) for gradient in gradients]
-    seen = np.array([abs(number) for number in step.numbers] or [np.nan])
-    seen = np.concatenate([seen, np.sqrt(seen)])
+    lines = [*step.lines, *([CLIPPING] * len(step.returned))]
+    seen = np.abs(np.array([*step.numbers, *step.returned]))
 
-    def is_seen(norm: float) -> bool:
-        return bool(norm) and bool((np.abs(seen / norm - 1) <= READ).any())
+    def find(norm: float) -> str | None:
+        """Find the line that has seen a norm, or its square; None: none has."""
+        matches = [np.abs(numbers / norm - 1) <= READ for numbers in (seen, np.sqrt(seen)) if norm]
+        found = [lines[n] for match in matches for n in np.flatnonzero(match)]
+        return found[0] if found else None
 
-    if any(map(is_seen, norms)):
+    if any(find(norm) not in (None, CLIPPING) for norm in norms):
         return None
     for gradient, true_norm in zip(gradients, norms, strict=True):
         for norm, along in list_wrong_norms(gradient, recording):
-            if is_seen(norm):
-                return [_describe_norm(place, norm / true_norm, along)]
+            if (line := find(norm)) is not None:
+                return [_describe_norm(place, line, norm / true_norm, along)]
     for length in step.lengths:
-        if is_seen(length) and all(relative(abs(length - norm), norm) > DIFFERENT for norm in norms):
-            evidence = f"{length:.4g}, and that of the whole gradient is {norms[-1]:.4g}"
+        line = find(length)
+        if line is not None and all(relative(abs(length - norm), norm) > DIFFERENT for norm in norms):
+            evidence = f"{length:.4g} at {line}, and that of the whole gradient is {norms[-1]:.4g}"
             return [Finding("norm_of_a_part", place, evidence)]
     return None
 
 
-def _describe_norm(place: str, times: float, along: str, more: str = "") -> Finding:
+def _describe_norm(place: str, line: str, times: float, along: str, more: str = "") -> Finding:
+    where = f" at {line}" if line else ""
     evidence = (
-        f"{more}as its norm is {times:.4g} times too large: what processes of {along} all have counts once for each"
+        f"{more}the norm{where} is {times:.4g} times too large: what processes of {along} all have counts for each"
     )
     return Finding("norm_counts_replicas", place, evidence)
 
@@ -429,6 +469,8 @@ def explain_times(q: Any) -> list[Finding] | None:
                 same = [n for n, s in {**q.recording.axes, "k": q.k}.items() if n != name and s == size]
                 evidence += f" ({', '.join(same)} {'has' if len(same) == 1 else 'have'} this size, too)" if same else ""
                 evidence += "; all other parameters are right" if len(wrong) < len(names) else ""
+                line = next((m.line for m in get_window(q.recording.steps[q.t]) if m.line), "")
+                evidence += f"; its backward is at {line}" if line else ""
                 where = q.place if len(wrong) == len(names) else f"{list_names([names[n] for n in wrong])}, {q.place}"
                 return [Finding(TIMES[find_role(name)], where, evidence)]
     return None
