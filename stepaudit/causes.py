@@ -228,7 +228,7 @@ KINDS = {
     "dead_part": Cause(
         "parts of the model get no gradient, neither here nor in the reference: two layouts agree on nothing",
         "look for a detach, a no_grad, a stage whose input needs no gradient, or weights that are all 0. What shall stand "
-        "still is frozen: p.requires_grad_(False)",
+        "still is frozen (requires_grad), and is not named",
     ),
     "num_steps": Cause(
         "another number of steps",

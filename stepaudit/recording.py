@@ -154,6 +154,7 @@ class Recording:
         other_recordings: of further optimizers.
         axes: dimensions of the mesh of processes, name -> size; `places`: this process's coordinates.
         cuts: for each parameter the dimensions along which it is cut.
+        frozen: names of parameters that need no gradient.
     """
 
     num_processes: int = 1
@@ -184,6 +185,7 @@ class Recording:
     axes: dict[str, int] = dataclasses.field(default_factory=dict)
     places: dict[str, int] = dataclasses.field(default_factory=dict)
     cuts: list[list[str]] = dataclasses.field(default_factory=list)
+    frozen: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the recording as .npz: arrays, and all else as JSON."""

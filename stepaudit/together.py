@@ -351,7 +351,7 @@ def find_dead_parts(reference: Recording, recording: Recording) -> list[Finding]
         return []
     gradients = [step.gradient for layout in (reference, recording) for step in layout.steps]
     parts = zip(reference.names, *(split(gradient, reference) for gradient in gradients), strict=True)
-    dead = [name for name, *own in parts if not any(part.any() for part in own)]
+    dead = [n for n, *own in parts if n not in reference.frozen and not any(part.any() for part in own)]
     if not dead:
         return []
     evidence = (

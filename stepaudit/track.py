@@ -84,6 +84,7 @@ class Track:
             names=list(parameters),
             shapes=[list(p.shape) for p in self.parameters],
             sizes=[size(p) for p in self.parameters],
+            frozen=[name for name, p in parameters.items() if not p.requires_grad],
             weights=self.sketch(self.parameters),
             signs=self.sketch(torch.sgn(p.detach()) for p in self.parameters),
         )

@@ -25,7 +25,10 @@ from waiting import PATIENCE, until
 ROOT = Path(__file__).resolve().parents[2]
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """Ends of a process after which a run is done again once: gloo corrupted the heap under FSDP2, once in about 100 runs."""
-AUDITED = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
+AUDITED = (
+    "accelerate", "datasets", "lightning", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "transformers", "transformers.trainer",
+)  # fmt: skip
 """Libraries that programs of audited/ import."""
 NO_GPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 FIRST_CALL = 60  # seconds after which a server ends to which nobody has connected

@@ -3,6 +3,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/6546 has it."""
 # mesh: edp=2,ep=2
 # expect 4x1x4: times_expert_parallel
 # expect 2x2x4: times_expert_parallel
+# thorough
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,7 @@
 """Fault: each process clips its shards by the norm of these shards alone. As https://github.com/areal-project/AReaL/issues/312 has it."""
 # expect 8x1x2: norm_of_a_part
 # expect 4x2x2: norm_of_a_part
+# thorough
 
 import torch
 from common_models import flags

@@ -2,6 +2,7 @@
 too large by the root of the replicas. As https://github.com/ByteDance-Seed/VeOmni/issues/184 has it."""
 # expect 4x1x4: norm_counts_replicas
 # expect 2x2x4: norm_counts_replicas
+# thorough
 
 import torch
 import torch.distributed as dist

@@ -3,6 +3,7 @@ https://github.com/NVIDIA-NeMo/Automodel/pull/3530 has it."""
 # mesh: pp=2
 # expect 16x1x2: exact
 # expect 8x2x2: emptied_between
+# thorough
 
 import torch
 from common_models import flags

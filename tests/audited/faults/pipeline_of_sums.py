@@ -3,6 +3,7 @@ divided for the log only. As https://github.com/pytorch/torchtitan/issues/2972 h
 # mesh: pp=2
 # expect 16x1x2: factor
 # expect 8x2x2: factor
+# thorough
 
 import torch
 from common_models import flags

@@ -2,6 +2,7 @@
 part of the sequence is never added up. As https://github.com/pytorch/torchtitan/pull/2388 has it."""
 # expect 16x1x2: not_reduced
 # expect 8x2x2: not_reduced
+# thorough
 
 import torch
 from common_models import flags

@@ -2,6 +2,7 @@
 samples. As https://github.com/huggingface/transformers/pull/45994 has it."""
 # expect 8x1x4: times_tensor_parallel
 # expect 4x2x4: times_tensor_parallel
+# thorough
 
 import torch
 from common_models import flags

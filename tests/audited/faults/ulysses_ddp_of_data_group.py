@@ -2,6 +2,7 @@
 https://github.com/ByteDance-Seed/VeOmni/pull/1115 has it."""
 # expect 16x1x2: not_reduced
 # expect 8x2x2: not_reduced
+# thorough
 
 import torch
 from common_models import flags

@@ -1,6 +1,7 @@
 """Exact: DDP reduces over the data and the parts of the sequences together, which it averages; so the loss is times both."""
 # expect 8x1x4: exact
 # expect 4x2x4: exact
+# thorough
 
 import torch
 from common_models import flags

@@ -3,6 +3,7 @@ pass back to the router."""
 # mesh: ep=2
 # expect 16x1x2: exact
 # expect 8x2x2: exact
+# thorough
 
 import torch
 from common_models import flags

@@ -1,6 +1,7 @@
 """Exact: FSDP of the first kind, whose optimizer has flat parameters: a piece of many weights behind one another."""
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 
 import functools
 

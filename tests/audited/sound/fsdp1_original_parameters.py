@@ -1,6 +1,7 @@
 """Exact: FSDP of the first kind with its original parameters, each process of which has a piece; FSDP clips."""
 # expect 8x1x2: exact
 # expect 4x2x2: exact
+# thorough
 
 import torch
 from common_models import flags

@@ -3,6 +3,7 @@ whole gradients."""
 # mesh: dp=2,tp=2
 # expect 8x1x4: exact
 # expect 4x2x4: exact
+# thorough
 
 import torch
 from common_models import flags

@@ -1,6 +1,7 @@
 """Exact: HSDP, two replicas of two shards; torch clips, and the whole norm is printed."""
 # expect 4x1x4: exact
 # expect 2x2x4: exact
+# thorough
 
 import torch
 from common_models import flags
