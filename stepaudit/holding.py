@@ -14,6 +14,7 @@ from stepaudit import reads
 from stepaudit._internals import find_objects, find_reader
 from stepaudit.lines import find_place
 from stepaudit.mesh import DATA, VARIABLE, find_places, find_role, read_mesh
+from stepaudit.recording import MicroStep
 from stepaudit.track import Track
 
 MAX_NUMBERS = 64  # that are kept of a step
@@ -68,11 +69,10 @@ class Holding:
             self.numbers.append(number)
             self.lines.append(line or find_place())
 
-    def note_reduced(self, args: tuple) -> None:
-        """Note the single numbers that a collective is given, which changes them in place."""
-        if not self.is_wanted:
-            return
-        tensors = args[1] if len(args) > 1 else []
+    def communicate(self, name: str, args: tuple) -> None:
+        """Note the single numbers that a collective adds up, which changes them in place; `args` as of `ProcessGroup`."""
+        self.settle()
+        tensors = args[1] if self.is_wanted and name == "allreduce" and len(args) > 1 else []
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and tensor.is_floating_point():
                 self.reduced.append((tensor, find_place()))
@@ -108,13 +108,13 @@ class Holding:
         track.recording.axes, track.recording.places = self.axes, self.places
         track.recording.cuts = [_find_cuts(parameter, self.axes) for parameter in track.parameters]
 
-    def measure(self, track: Track) -> float | None:
-        """Measure the length of the gradient that this process holds, parts of DTensors as parts."""
-        if not self.is_wanted:
-            return None
-        gradients = [_own(p.grad) for p in track.parameters if p.grad is not None and p.grad.layout == torch.strided]
-        with torch.no_grad():
-            return float(sum(float(gradient.double().pow(2).sum()) for gradient in gradients)) ** 0.5
+    def describe(self, track: Track, micro_step: MicroStep) -> None:
+        """Note the length of the gradient that this process holds, parts of DTensors as parts, and the line of the backward."""
+        if self.is_wanted:
+            held = [_own(p.grad) for p in track.parameters if p.grad is not None and p.grad.layout == torch.strided]
+            with torch.no_grad():
+                squares = [float(gradient.double().pow(2).sum()) for gradient in held]
+            micro_step.length, micro_step.line = sum(squares) ** 0.5, find_place()
 
 
 def _make_method(read: Callable, original: Callable) -> Callable:

@@ -208,10 +208,8 @@ class Recorder(_Following):
         self.num_steps, self.keep_parameters, self.is_full = num_steps, keep_parameters, is_full
         self.short_dtypes: set[str] = set()
         self.open_averages: list[Step] = []  # steps behind which the averages were not looked at
-        self.depth = 0
-        self.has_called = self.is_synchronised = False
-        self.is_cut_off = False
-        self.num_children = 0
+        self.depth = self.num_children = 0
+        self.has_called = self.is_synchronised = self.is_cut_off = False
         self.hook_lines: list[str] = []
         self.follows_losses = False  # a schedule looks at losses, which must be those of parameters that move
 
@@ -399,8 +397,7 @@ class Recorder(_Following):
                 + [t.recording.steps[-1].micro_steps[-1] for t in self.tracks if t.has_stepped],
             )
             for track, micro_step in pairs:
-                micro_step.length = self.holding.measure(track)
-                micro_step.line = find_place() if self.holding.is_wanted else ""
+                self.holding.describe(track, micro_step)
                 track.name_model([unwrap(module) for module, *_ in self.calls])
                 track.add_micro_step(micro_step, is_continued=not self.calls and self.has_called)
             self.interview.ask_model(facts, self.calls)
@@ -486,9 +483,7 @@ class Recorder(_Following):
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self.is_in_backward and self.calls:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
-        self.holding.settle()
-        if name == "allreduce":
-            self.holding.note_reduced(args)
+        self.holding.communicate(name, args)
         return talk(*args, **kwargs)
 
 

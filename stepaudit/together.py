@@ -1,8 +1,9 @@
 """Puts the recordings of processes together that hold parts of one model, and names what is wrong with such parts.
 
 `put_together` makes a recording of the whole model for each part of the data: tensor, sequence, expert and pipeline parallel
-processes of one part of the data are one then, and all that compares data parallel processes goes on as before.
-`EXPLANATIONS` are of numbers that only such processes produce. `judge.py` and `explain.py` have a line each for them.
+processes of one part of the data are one then, and all that compares data parallel processes goes on as before. `explain_norm`
+and `explain_times` explain numbers that only such processes produce, `find_reported_norm` those that a program prints. Nothing
+else knows of them: `judge.py` and `explain.py` have a line for each.
 """
 
 import dataclasses
@@ -195,7 +196,6 @@ class _Parts:
             sizes=self.reference.sizes,
             weights=self._join(ranks, lambda process: process.weights),
             signs=self._join(ranks, lambda process: process.signs),
-            facts=None,
             steps=steps,
             unfinished_micro_steps=self._merge_micro_steps(ranks, [p.unfinished_micro_steps for p in self._of(ranks)]),
             other_recordings=[],
@@ -208,6 +208,14 @@ class _Parts:
 
     def _merge_step(self, ranks: list[int], t: int) -> Step:
         steps = [process.steps[t] for process in self._of(ranks)]
+        seen: dict[str, Any] = {
+            "numbers": [number for process in self.processes for number in process.steps[t].numbers],
+            "lines": [line for process in self.processes for line in process.steps[t].lines],
+            "returned": [norm for process in self.processes for norm in process.steps[t].returned],
+            "lengths": [m.length for p in self.processes for m in p.steps[t].micro_steps[-1:] if m.length is not None],
+        }
+        if len(ranks) == 1 and np.array_equal(self.places[ranks[0]], np.arange(self.size)):  # it has the whole model
+            return dataclasses.replace(steps[0], **seen)
         return dataclasses.replace(
             steps[0],
             gradient=self._join(ranks, lambda process: process.steps[t].gradient),
@@ -218,10 +226,7 @@ class _Parts:
             is_clipped_early=any(step.is_clipped_early for step in steps),
             moved=None,
             dtype="",
-            numbers=[number for process in self.processes for number in process.steps[t].numbers],
-            lines=[line for process in self.processes for line in process.steps[t].lines],
-            returned=[norm for process in self.processes for norm in process.steps[t].returned],
-            lengths=[m.length for p in self.processes for m in p.steps[t].micro_steps[-1:] if m.length is not None],
+            **seen,
         )
 
     def _merge_micro_steps(self, ranks: list[int], columns: list[list[MicroStep]]) -> list[MicroStep]:
@@ -288,9 +293,8 @@ class _Parts:
             if taken > ALIKE and min(earlier) <= ALIKE:
                 lengths = [step.micro_steps[-1].length or 0.0 for step in steps if step.micro_steps]
                 norms = " and ".join(f"{length:.4g}" for length in lengths)
-                evidence = (
-                    f"processes {a} and {b} have the same gradient and clip it by other norms; their parts have {norms}"
-                )
+                evidence = f"processes {a} and {b} have the same gradient, and each clips it in its own way"
+                evidence += f"; their parts have the norms {norms}" if norms else ""
                 return [Finding("norm_of_a_part", f"step {t + 1}", evidence)]
             if taken > ALIKE:
                 return [self._describe_unreduced(t, (a, b), *pairs[0])]
@@ -383,9 +387,14 @@ def list_wrong_norms(gradient: np.ndarray, recording: Recording) -> list[tuple[f
     return found
 
 
+def _is_sketched(recording: Recording) -> bool:
+    """Tell whether the length of a parameter is known nearly only."""
+    return any(np.prod(shape) > size for shape, size in zip(recording.shapes, recording.sizes, strict=True))
+
+
 def explain_norm(q: Any) -> list[Finding] | None:
     """Explain a gradient that is clipped by a norm which counts replicas, or leaves out what other processes hold."""
-    if not q.recording.axes:
+    if not q.recording.axes or _is_sketched(q.recording):
         return None
     step, true_norm = q.recording.steps[q.t], norm_of(q.true_gradient)
     if found := find_reported_norm(step, q.recording, q.place):
@@ -403,6 +412,8 @@ def find_reported_norm(step: Step, recording: Recording, place: str) -> list[Fin
 
     Norms that a function returns which clips are looked at, too; a right one there is no reason to read a wrong one.
     """
+    if _is_sketched(recording):
+        return None
     gradients = [step.unclipped_gradient, *(m.gradient for m in get_window(step)[-1:])]
     norms = [norm_of(gradient) for gradient in gradients]
     lines = [*step.lines, *([CLIPPING] * len(step.returned))]
