@@ -20,6 +20,7 @@ from stepaudit.recording import MicroStep
 from stepaudit.terms import take_gradients
 from stepaudit.track import Track
 
+GRAD = torch.autograd.grad  # while a program is recorded, it is replaced
 MAX_PROBES = 2  # micro-batches at which the model is asked, until it answers
 MAX_ASKED = 4  # calls of modules in each
 
@@ -54,7 +55,6 @@ class Interview:
         self.modes_called: list[bool] = []  # whether each module is in training, of the calls since the last backward
         self.honours_num_items: bool | None = None
         self.modes: dict[nn.Module, list[bool]] = {}  # of the modules of each model, in training or not
-        self.grad = torch.autograd.grad  # while a program is recorded, it is replaced
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Interview:
         activations = [(names.get(module, ""), module, output) for _, module, output in self.activations]
         with self.asking():
             own_rows = probe.find_own_rows(count_rows(calls), num_samples, find_owners(calls))
-            facts = probe.ask_loss(loss, activations, own_rows, self.grad)
+            facts = probe.ask_loss(loss, activations, own_rows, GRAD)
         if self.generator is not None and not self.generator.equal(torch.get_rng_state()):
             facts = [*(facts or []), ["dropout", "between the model and the loss"]]
         return facts
@@ -159,7 +159,7 @@ class Interview:
             return {}, []
         try:
             with self.asking():
-                answer = take_gradients(loss, parameters, self.grad)
+                answer = take_gradients(loss, parameters, GRAD)
         except RuntimeError:  # reentrant checkpointing; a loss that does not depend on the parameters
             return {}, []
         if answer is None:

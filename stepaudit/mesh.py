@@ -14,7 +14,7 @@ WORDS = {
     EXPERT: ("ep", "expert", "experts"),
     PIPELINE: ("pp", "pipe", "pipeline", "stage", "stages"),
 }
-"""What the words of a dimension's name say of its processes."""
+"""Words of the names of dimensions, by what the processes do."""
 
 
 def find_role(name: str) -> str:
