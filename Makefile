@@ -125,8 +125,9 @@ bench-%:
 proof-gpu: ## prove the recipes on one NVIDIA GPU: at most 25 minutes, no download, resumable; FLAGS=--tiny rehearses it; writes docs/gpu.md
 	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) benchmarks/proof_gpu.py $(FLAGS)
 
-prose: venv ## find sentences and pages of README and docs/ that are too long
+prose: venv ## find sentences and pages of README and docs/, and messages of the programs, that are too long
 	$(BIN)/python docs/prose.py
+	$(BIN)/python docs/strings.py --long
 
 docs: venv ## write what is generated of README.md and docs/: tables of results and plans, fields of recipes, public names
 	$(BIN)/python docs/reference.py

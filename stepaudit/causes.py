@@ -37,8 +37,8 @@ KINDS = {
     ),
     "mixed_loss": Cause(
         "the loss compares the samples of a micro-batch, or is no sum over them",
-        "sum over samples before anything that is not linear; compute targets and weights per sample, or once of the whole "
-        "step; a contrastive loss needs the embeddings of the whole step first (gradient caching), as samestep's WholeBatch "
+        "sum over samples before anything that is not linear. Compute targets and weights per sample, or once of the whole "
+        "step. A contrastive loss needs the embeddings of the whole step first (gradient caching), as samestep's WholeBatch "
         "does",
     ),
     "gathered_without_gradient": Cause(
@@ -57,8 +57,8 @@ KINDS = {
     ),
     "state": Cause(
         "a module changes its own state or its parameters in the forward, so that the micro-batches of a step see other models",
-        "let it change once per step, of all its micro-batches and processes (a queue: keep their outputs, and push them "
-        "behind optimizer.step()), or not at all: module.eval()",
+        "let it change once per step, of all its micro-batches and processes. (A queue: keep their outputs, and push them "
+        "behind optimizer.step().) Or not at all: module.eval()",
     ),
     "random_collate": Cause(
         "collate draws: the same samples do not give the same batch",
@@ -76,8 +76,8 @@ KINDS = {
     ),
     "mean_of_means": Cause(
         "mean of the micro-batches' means, though they have different numbers of targets",
-        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step; '
-        "times N under DDP, times k under accelerator.backward, which divide by them" + WINDOWS,
+        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step. '
+        "Times N under DDP, times k under accelerator.backward, which divide by them" + WINDOWS,
     ),
     "counts": Cause(
         "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
@@ -100,7 +100,7 @@ KINDS = {
     ),
     "factor": Cause(
         "the gradient is too large or too small by a factor",
-        "divide a sum by the count of the whole step, a mean by k, and once (accelerator.backward divides by k, too); times N "
+        "divide a sum by the count of the whole step, a mean by k, and once (accelerator.backward divides by k, too). Times N "
         "under DDP, which averages over the processes",
     ),
     "tail": Cause(
@@ -110,7 +110,7 @@ KINDS = {
     ),
     "last_window": Cause(
         "the last window never steps",
-        "step also at the end: if number % k == 0 or number == len(loader):, and divide the losses of that window by its own "
+        "step also at the end: if number % k == 0 or number == len(loader):. And divide the losses of that window by its own "
         "micro-batches, as for tail",
     ),
     "first_window": Cause(
@@ -123,7 +123,7 @@ KINDS = {
     ),
     "dropped": Cause(
         "samples are left out",
-        "take every sample: drop_last=False, and a step after the last batch; no batch is skipped, and no order is cut to a "
+        "take every sample: drop_last=False, and a step after the last batch. No batch is skipped, and no order is cut to a "
         "multiple of the processes",
     ),
     "other_samples": Cause(
@@ -179,12 +179,12 @@ KINDS = {
     ),
     "ticks_per_micro_step": Cause(
         "the scheduler, of rates or of a number in the loss, ticks at every micro-batch",
-        "scheduler.step() only where optimizer.step() is called, and numbers of the loss that grow with the optimizer's steps; "
-        "in Accelerate, which calls it at every micro-batch, if accelerator.sync_gradients: scheduler.step()",
+        "scheduler.step() only where optimizer.step() is called, and numbers of the loss that grow with the optimizer's steps. "
+        "In Accelerate, which calls it at every micro-batch, if accelerator.sync_gradients: scheduler.step()",
     ),
     "learning_rate": Cause(
         "the learning rate depends on the layout",
-        "count optimizer steps in the schedule, not batches or samples per process; scale a rate by the batch of a whole step, "
+        "count optimizer steps in the schedule, not batches or samples per process. Scale a rate by the batch of a whole step, "
         "b * k * N, or not at all",
     ),
     "average": Cause(
@@ -198,7 +198,7 @@ KINDS = {
     "not_reduced": Cause(
         "the processes take different gradients: they are not reduced",
         "wrap the model (DistributedDataParallel, accelerator.prepare), call the wrapped one, and no_sync not around the last "
-        "micro-batch of a window; or before the step dist.all_reduce(p.grad) and p.grad /= N",
+        "micro-batch of a window. Or before the step dist.all_reduce(p.grad) and p.grad /= N",
     ),
     "norm_counts_replicas": Cause(
         "the norm of the gradient counts weights that several processes have once for each of them",
@@ -244,12 +244,12 @@ KINDS = {
     ),
     "parameters": Cause(
         "other parameters are trained",
-        "seed the program, build the model and freeze its parts in the same way on every layout; whose turn it is follows from "
+        "seed the program, build the model and freeze its parts in the same way on every layout. Whose turn it is follows from "
         "the number of optimizer steps, not of batches",
     ),
     "update": Cause(
         "the optimizer makes another step of the same gradients and rates",
-        "give the optimizer the gradient of the whole step once (from a closure its loss, too); no state that grows with "
+        "give the optimizer the gradient of the whole step once (from a closure its loss, too). No state that grows with "
         "micro-batches, no option that depends on b, k or N alone",
     ),
     "resume_weights": Cause(
@@ -280,8 +280,8 @@ KINDS = {
     ),
     "label_shift": Cause(
         "labels are shifted twice, or not at all: a place is trained on another token than the next one",
-        "give the model labels at the places of the tokens that they are, as it shifts them itself: a copy of input_ids; of an "
-        "encoder and a decoder without the decoder_start_token_id in front, labels = labels[:, 1:], or beside "
+        "give the model labels at the places of the tokens that they are, as it shifts them itself: a copy of input_ids. Of an "
+        "encoder and a decoder without the decoder_start_token_id in front, labels = labels[:, 1:]. Or beside "
         "decoder_input_ids that are the labels one place later",
     ),
     "logged_loss": Cause(
@@ -290,7 +290,7 @@ KINDS = {
     ),
     "not_a_sum": Cause(
         "the gradient is no sum of the micro-batches' (samples are mixed, counts are several, or targets are others)",
-        "compute nothing of a sample from the others of its micro-batch: no choice among them, scale_grad_by_freq=False; "
+        "compute nothing of a sample from the others of its micro-batch: no choice among them, scale_grad_by_freq=False. "
         "assert_same_step audits the loss by itself, and names the module where it can",
     ),
 }

@@ -238,7 +238,7 @@ def record(
         hint = ""
         if recordings[0].num_children:
             hint = (
-                f"; it started {recordings[0].num_children} processes of its own, which are not recorded: leave torchrun, "
+                f"; it started {recordings[0].num_children} processes of its own, which are not recorded. Leave torchrun, "
                 "accelerate launch or spawn out, and give --processes 2 to the audit"
             )
         said = f". It said at the end:\n  {said}" if said else ", and without a word"
@@ -343,8 +343,8 @@ def _make_parser(prog: str) -> _Parser:
         "--against",
         choices=["first", PLAIN],
         default="first",
-        help="what layouts are compared with: the first one, or plain steps: the first layout once more, each step of one "
-        "large batch, which the audit makes of what the program gives to the loss functions of torch.nn.functional. It finds "
+        help="what layouts are compared with: the first one, or plain steps. Those are the first layout once more, each step of one "
+        "large batch, made of what the program gives to the loss functions of torch.nn.functional. It finds "
         "what is wrong in the same way under every cut",
     )
     resuming = parser.add_argument_group("Resuming, in the place of comparing layouts")
@@ -405,7 +405,7 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     if flags.resume:
         if not any(FOLDER in word for word in [*program, flags.resume, *flags.vary]):
             raise UsageError(
-                f"--resume is given, and no {FOLDER}: write it where the program takes the folder of its checkpoints, for "
+                f"--resume is given, and no {FOLDER}. Write it where the program takes the folder of its checkpoints, for "
                 f"example --output_dir {FOLDER}, so that each run has one of its own"
             )
         (resume,) = make_variations([flags.resume], [1])

@@ -241,8 +241,8 @@ def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
     """
     if recipe.images:
         raise UnknownShapeError(
-            f"images is true, and no formula here counts the tower of images of {recipe.model_name_or_path or recipe.name}: "
-            "train a few steps of it, --max_train_steps 5, to see what they take"
+            f"images is true, and no formula here counts the tower of images of {recipe.model_name_or_path or recipe.name}. "
+            "Train a few steps of it, --max_train_steps 5, to see what they take"
         )
     if recipe.model_name_or_path is not None:
         shape = shape_from_config(find_config(find_weights(recipe)), recipe.model_name_or_path)

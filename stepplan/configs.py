@@ -26,7 +26,7 @@ def read_config(path: str) -> dict[str, Any]:
     origin = f"model_name_or_path {format_name(path)}"
     if (file / "adapter_config.json").exists() and not (file / "config.json").exists():
         raise UsageError(
-            f"{origin} is an adapter, not a model: give its base, lora_rank and lora_alpha of its recipe to train it further, "
+            f"{origin} is an adapter, not a model. Give its base, lora_rank and lora_alpha of its recipe to train it further, "
             "or the adapter merged into its base (--merge_adapter when it was trained)"
         )
     check_model_folder(file, origin)
@@ -106,7 +106,7 @@ def model_from_config(
     if not has_formula(config):
         raise UsageError(
             f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
-            f"formula: known are {', '.join(_SHAPES)}, encoders with decoders ({', '.join(seq2seq.KINDS)}), and decoders such "
+            f"formula. Known are {', '.join(_SHAPES)}, encoders with decoders ({', '.join(seq2seq.KINDS)}), and decoders such "
             "as Llama, Qwen and Gemma; --trace finds its memory with torch"
         )
     if target_length is not None and not is_seq2seq(config):

@@ -519,8 +519,8 @@ def _warn_of_link(workload: Workload, layout: Layout, way: Way, hardware: Hardwa
     if not way.sharded and slower < (1 + WORTH) * time.total:
         return []
     return [
-        f"the devices exchange over {device.link}, of which {reachable_link(device) / 1e9:.3g} GB/s are taken to be reached; "
-        f"at half of that, as in slots of half the lanes, a step takes {slower:.3g} seconds, not {time.total:.3g}"
+        f"the devices exchange over {device.link}, of which {reachable_link(device) / 1e9:.3g} GB/s are taken to be reached. "
+        f"At half of that, as in slots of half the lanes, a step takes {slower:.3g} seconds, not {time.total:.3g}"
     ]
 
 
@@ -542,13 +542,13 @@ def _make_warnings(workload: Workload, layout: Layout, way: Way, hardware: Hardw
     if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
         num_samples = min(b * layout.num_processes, batch)
         warnings.append(
-            f"batch normalisation takes its statistics from the {num_samples} samples of a micro-batch, not from {batch}: the "
+            f"batch normalisation takes its statistics from the {num_samples} samples of a micro-batch, not from {batch}. The "
             "step is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation "
             "is exact, and so is --exact_batch_norm, in 9 times the time and more"
         )
     if critical is not None and batch > critical:
         warnings.append(
-            f"the global batch of {batch} is {batch / critical:.3g} times the critical one of {critical:g}: about "
+            f"the global batch of {batch} is {batch / critical:.3g} times the critical one of {critical:g}. About "
             f"{1 + batch / critical:.3g} times the samples for the same loss (McCandlish et al., 2018, arXiv:1812.06162)"
         )
     if isinstance(workload.model, ConvNet) and workload.model.has_photographs:

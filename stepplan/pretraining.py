@@ -104,8 +104,8 @@ def read_shape(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     planned = model_from_recipe(recipe).num_parameters
     if planned != shape.num_parameters:
         raise UsageError(
-            f"{name} has {shape.num_parameters:,} parameters, but a recipe with its {', '.join(SHAPE[:5])} has {planned:,}: "
-            "its configuration says more than the fields of a recipe (a head's width, experts). Give --depth or "
+            f"{name} has {shape.num_parameters:,} parameters, but a recipe with its {', '.join(SHAPE[:5])} has {planned:,}. "
+            "Its configuration says more than the fields of a recipe (a head's width, experts). Give --depth or "
             "--parameters, or train it in a loop of your own"
         )
     return fields

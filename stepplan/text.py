@@ -335,8 +335,8 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     need, capacity = answer["memory_needed"] / 1e9, answer["memory_of_device"] / 1e9
     yield (
         "margins",
-        f"{need:.1f} GB of {capacity:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and "
-        f"{RESERVED / 1e9:g} GB left alone; nvidia-smi shows what the allocator holds, up to a third more than is in use",
+        f"{need:.1f} GB of {capacity:.1f}. That is the plan,  {BAND:.0%} that it may miss (no GPU was measured), and "
+        f"{RESERVED / 1e9:g} GB left alone. nvidia-smi shows what the allocator holds, up to a third more than is in use",
     )
     yield "host RAM", f"at least {_size(answer['host_memory'])} on a machine: {answer['host_memory_why']}"
     yield from _list_time(answer)
@@ -500,7 +500,7 @@ def explain_band(answers: list[dict[str, Any]]) -> str:
 
 def _explain_missing(answer: dict[str, Any]) -> str:
     needs = {
-        "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N, "
+        "num_train_samples": "the length is in epochs, of samples that are not counted yet. Add --num_train_samples N, "
         "which a run prints before its first step, also with --rehearse",
         "max_train_steps": "no length is given: add --max_train_steps N"
         + " or --num_train_tokens N" * bool(answer["tokens_per_second"]),

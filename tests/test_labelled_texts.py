@@ -271,7 +271,7 @@ def test_a_regression_is_said(tmp_path):
     [
         (
             ["0.5", "1.5", "2.5", "?"],
-            r"numbers, not all of them whole \('0.5', '1.5', '2.5'\), but '\?' is none: mend it",
+            r"numbers, not all of them whole \('0.5', '1.5', '2.5'\), but '\?' is none. Mend it",
         ),
         (["0.5", "1.5", "inf"], "but 'inf' is none"),
         (["0,5", "1", "2,5"], r"numbers with a decimal comma \('0,5', '2,5'\): write a point, or set num_labels to 3"),

@@ -342,7 +342,7 @@ def test_accumulation_from_the_launcher_is_refused(bare, value):
     ("variables", "message"),
     [
         ({"DP_SHARD_SIZE": "3"}, "dp_shard_size 3, but 4 processes cannot be divided into groups of 3"),
-        ({"DP_REPLICATE_SIZE": "4"}, "dp_shard_size 1, but weights are not divided: remove parallelism_config"),
+        ({"DP_REPLICATE_SIZE": "4"}, "dp_shard_size 1, but weights are not divided. Remove parallelism_config"),
         ({"DP_SHARD_SIZE": "2", "TP_SIZE": "2"}, "tp_size 2, but then processes share samples"),
     ],
 )

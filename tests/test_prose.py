@@ -1,4 +1,4 @@
-"""Sentences of README and docs/ are short: docs/prose.py, `make prose`."""
+"""Sentences of README, docs/ and of what programs say are short: docs/prose.py, docs/strings.py, `make prose`."""
 
 import re
 
@@ -6,6 +6,7 @@ import pytest
 from common import load_docs_program
 
 prose = load_docs_program("prose")
+strings = load_docs_program("strings")
 PAGES = prose.pages()
 NOT_YET = {"docs/speed-notes.md", "docs/state-of-the-step.md"}
 """Pages with longer sentences. One that has none any more leaves this list."""
@@ -41,3 +42,22 @@ def test_the_glossary_is_short_and_used():
     assert [word for word in words if len(re.findall(rf"\b{word}", others)) < 2] == []
     explained = load_docs_program("hook").list_words()
     assert explained.keys() < set(words)
+
+
+def test_what_programs_say_is_short():
+    """Messages, help and logs: no sentence of more words than on a page."""
+    seen = strings.list_strings()
+    assert len(seen) > 3000
+    assert [each for each in seen if each.words > prose.MAX_WORDS] == []
+
+
+def test_a_long_message_is_found(tmp_path):
+    """Through values and parts of a string; docstrings, texts below constants and single words are not seen."""
+    words = " ".join(["word"] * 12)
+    (tmp_path / "samestep").mkdir()
+    (tmp_path / "samestep" / "x.py").write_text(
+        f'"""{words} {words} {words}"""\nA = 1\n"""{words} {words} {words}"""\n'
+        f'def f(n):\n    raise ValueError(f"{words} {{n + len(\'a b\')}} "\n        "{words} word")\n'
+        f'B = ["word", "{words}. {words}"]\n'
+    )
+    assert [(each.line, each.words) for each in strings.list_strings(tmp_path)] == [(5, 26), (5, 2), (7, 12)]

@@ -48,7 +48,7 @@ COMMANDS = {
         answered_by="stepplan.cli.dispatch:plan",
         summary="plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
         description=(
-            "Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is "
+            "Plans the training of a recipe, or of a model without one. Says which micro-batch fits, how the step is "
             "cut, memory, seconds per step, learning rate, the command to paste. Needs no GPU and no torch."
         ),
         usage="[--on HARDWARE]",
@@ -74,8 +74,8 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
         answered_by="stepplan.cli.launch:launch",
         summary="write what Slurm, SkyPilot, Kubeflow or torchrun starts a recipe with, and hand it over",
         description=(
-            "Writes a job for Slurm, a task for SkyPilot or a TrainJob for Kubeflow, with the plan's launch file "
-            "and the command of the recipe's script inside, or a shell script for machines that come and go "
+            "Writes a job for Slurm, a task for SkyPilot or a TrainJob for Kubeflow. Inside are the plan's launch file "
+            "and the command of the recipe's script. Or a shell script for machines that come and go "
             "(torchrun). What follows `--` are flags of the script, --output_dir among them. Started again, it "
             "goes on from the newest checkpoint."
         ),
@@ -129,9 +129,9 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         answered_by="samestep.contrib.advice.command:advise",
         summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
         description=(
-            "Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, "
-            "what the global batch could be, what that saves in steps and costs in tokens, and the learning rate, "
-            "beta2 and weight decay for it. Exit code 0 fine, 1 not known from what was measured, 2 bad usage."
+            "Reads the output folder of a run with --noise_scale_steps. Shows its gradient noise scale over training, "
+            "what the global batch could be, what that saves in steps and costs in tokens. Gives the learning rate, "
+            "beta2 and weight decay for that batch, too. Exit code 0 fine, 1 not known from what was measured, 2 bad usage."
         ),
         examples="advise runs/first --write_recipe larger.yaml",
     ),
@@ -139,7 +139,7 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         answered_by="samestep.contrib.heads.command:check_model",
         summary="check what Trainer's step is with a head of transformers: exact, k times too large, a mean of means",
         description=(
-            "Makes a head with random weights and small sizes, takes two steps with transformers' Trainer in micro-batches, as "
+            "Makes a head with random weights and small sizes. Takes two steps with transformers' Trainer in micro-batches, as "
             "it is and made exact, and compares their gradients with plain PyTorch. Says, too, whether samples see each other "
             "in a packed row. Heads for texts, images, videos and speech; seconds, no download for a class or a folder. --all: "
             "every head of the installed transformers in a table, and what its source says where it cannot be run; half an "

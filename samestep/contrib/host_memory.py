@@ -76,7 +76,7 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
         smaller = "" if is_free or b == 1 or plan(1) > free_bytes else "a smaller --per_device_train_batch_size, "
         raise UsageError(
             f"{recipe.name} needs {least / 1e9:.1f} GB for {subject}, by its plan, and this machine has "
-            f"{free_bytes / 1e9:.1f} GB free: give {smaller}--rehearse (a small model, {NUM_STEPS} steps), or a recipe with a "
+            f"{free_bytes / 1e9:.1f} GB free. Give {smaller}--rehearse (a small model, {NUM_STEPS} steps), or a recipe with a "
             "smaller model"
         )
     if not is_free or plan(None) <= USABLE * free_bytes:

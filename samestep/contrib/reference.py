@@ -116,8 +116,8 @@ def reference_logps(
         _, values = evaluation.evaluate_logits(accelerator, pairs, source, seed, batch_size)
     if len(places := np.flatnonzero(~np.isfinite(values).all(1))):
         raise UsageError(
-            f"the reference model gives sample {places[0]} a log-probability that is not finite, {len(places)} samples in all: "
-            "look at its weights, or set mixed_precision to bf16 or no"
+            f"the reference model gives sample {places[0]} a log-probability that is not finite, {len(places)} samples in all. "
+            "Look at its weights, or set mixed_precision to bf16 or no"
         )
     if accelerator.is_main_process:
         _write(path, fingerprint, values)

@@ -124,8 +124,8 @@ def solve_layout(
     if k is not None and k != num_micro_batches:
         raise UsageError(
             f"gradient_accumulation_steps is {k}, but global_batch_size {b_total} on {format_count(n, 'process')} is {share} "
-            f"samples each, and {format_count(num_micro_batches, 'micro-batch')} of at most {b} are needed ({n} x {b} x {k} = "
-            f"{n * b * k}): leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
+            f"samples each. {format_count(num_micro_batches, 'micro-batch')} of at most {b} are needed ({n} x {b} x {k} = "
+            f"{n * b * k}). Leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
         )
     return Layout(b_total, n, b, num_micro_batches)
 

@@ -314,7 +314,7 @@ class Renderer(ChatTemplate):
         for tokens in sequences:
             if tokens[: len(before)] != before:
                 raise UsageError(
-                    "the prompt's last tokens change when the completion follows it, so that the answer has no beginning: move "
+                    "the prompt's last tokens change when the completion follows it, so that the answer has no beginning. Move "
                     "the space or line break between them from the prompt's end to the completion's beginning"
                 )
         first = 0 if self.train_on == "all" else len(before)
@@ -394,7 +394,7 @@ class Renderer(ChatTemplate):
         num_marked = _count_runs(mask)
         if 0 < num_marked < num_answers:
             raise UsageError(
-                f"the template's markers hold tokens of {num_marked} of {num_answers} turns of the assistant: mend them in a "
+                f"the template's markers hold tokens of {num_marked} of {num_answers} turns of the assistant. Mend them in a "
                 "copy of the template, --chat_template FILE, or set train_on to completions"
             )
         end = self._find_end_of_turn(tokens)
@@ -403,7 +403,7 @@ class Renderer(ChatTemplate):
             if last not in self.special_ids:
                 token = self.tokenizer.convert_ids_to_tokens(tokens[end])
                 raise UsageError(
-                    f"the template's markers end before {token}, so that the model would not learn to stop: move "
+                    f"the template's markers end before {token}, so that the model would not learn to stop. Move "
                     "{% endgeneration %} behind it, in a copy of the template, --chat_template FILE"
                 )
         return tokens, mask
@@ -497,20 +497,20 @@ class Renderer(ChatTemplate):
         others = ", or set train_on to completions" if self.train_on == "assistant" else ""
         if not num_turns:
             raise UsageError(
-                "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
-                "give one, --chat_template FILE, or leave out the turn"
+                "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows. "
+                "Give one, --chat_template FILE, or leave out the turn"
             )
         alone = self._encode(self._render_whole(request.turns[:num_turns], request.tools))
         if before is not None and tokens[: len(alone)] == alone:
             begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
             raise UsageError(
-                f"the chat template begins an answer that the model is to give with {begun}, but one that is given with "
-                f"{given}, so that the trained tokens cannot be found: give a template with {{% generation %}} markers, "
+                f"the chat template begins an answer that the model is to give with {begun}. But one that is given begins with "
+                f"{given}, so that its tokens cannot be found. Give a template with {{% generation %}} markers, "
                 "--chat_template FILE"
             )
         raise UsageError(
             f"the chat template renders the beginning, up to turn {num_turns}, otherwise when more turns follow, so that the "
-            "trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
+            "trained tokens cannot be found. Give a template with {% generation %} markers, --chat_template FILE"
             + others
         )
 

@@ -156,7 +156,7 @@ def _hold_out(recipe: Any, rows: Dataset) -> tuple[Dataset, Dataset]:
     if fraction and len(rows) - max(2, round(fraction * len(rows))) < 2:
         raise UsageError(
             f"validation_fraction {fraction} of {len(rows)} samples leaves fewer than 2 to train on, as 2 at least are held "
-            "out: lower it, set it to 0, or give more samples"
+            "out. Lower it, set it to 0, or give more samples"
         )
     return documents.split_documents(rows, fraction, recipe.seed)
 

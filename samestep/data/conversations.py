@@ -108,8 +108,8 @@ class MaskReport:
         lines = [f"trained: {share}, {self.rule}; {stop}"]
         counts = {
             "with a special token in their text": self.num_special,
-            "with answers that begin otherwise, or follow other turns, than where the model gives them (as without thoughts), "
-            "trained as the template writes them in the whole": self.num_rewritten,
+            "with answers that begin otherwise, or follow other turns, than where the model gives them (as without thoughts): "
+            "trained as in the whole": self.num_rewritten,
         }
         if any(counts.values()):
             lines.append("samples " + "; ".join(f"{text}: {count:,}" for text, count in counts.items() if count))
@@ -263,8 +263,8 @@ class Conversations:
                 "set truncation to cut"
             )
         return (
-            f"{description}: no token of any row is trained (train_on {recipe.train_on}): put {{% generation %}} and "
-            "{% endgeneration %} around the assistant's turns in the chat template, or take the markers out; or raise "
+            f"{description}: no token of any row is trained (train_on {recipe.train_on}). Put {{% generation %}} and "
+            "{% endgeneration %} around the assistant's turns in the chat template, or take the markers out. Or raise "
             "max_seq_length, if answers are cut off"
         )
 
@@ -611,7 +611,7 @@ def _leave_out_turns(row: Mapping[str, Any], tokens: np.ndarray, is_trained: np.
             is_trained[start:end] = False
     if not is_clear and any(number in row["untrained"] for number, _ in turns):
         raise UsageError(
-            "a turn of weight 0 is not to be trained, but the template does not keep the turns of the assistant apart: leave "
+            "a turn of weight 0 is not to be trained, but the template does not keep the turns of the assistant apart. Leave "
             "out the row, or give a template with {% generation %} markers around each turn, --chat_template FILE"
         )
 

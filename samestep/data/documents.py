@@ -119,7 +119,7 @@ def split_documents(
     if len(documents) - num_validation < 2:
         raise UsageError(
             f"validation_fraction {validation_fraction} of {len(documents)} documents leaves fewer than 2 to train on "
-            f"({num_validation} held out, 2 at least). Lower it, set it to 0, set validation_split to tail, or give more "
+            f"({num_validation} held out, 2 at least). Lower it, set it to 0, set validation_split to tail. Or give more "
             "documents (--txt_documents blocks: a blank line ends a document of a .txt file)."
         )
     order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(documents))

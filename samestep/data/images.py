@@ -261,7 +261,7 @@ def _report(store: Any, found: "Found") -> RowReport:
     if notes[SIXTEEN_BITS] and notes[SIXTEEN_BITS] == notes[DARK_BITS]:
         raise UsageError(
             f"{store.description}: all {notes[SIXTEEN_BITS]:,} images of 16 bits have values up to {DARK:,} at most, but "
-            "65,535 is white, so that they would be nearly black: multiply them by 16, or write them in 8 bits"
+            "65,535 is white, so that they would be nearly black. Multiply them by 16, or write them in 8 bits"
         )
     bad = [Problem(store.name(row), fault) for row, (fault, _) in found.items() if fault is not None]
     lines = [f"images that {note}: {count:,}" for note, count in notes.items() if note]

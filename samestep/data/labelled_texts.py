@@ -407,11 +407,11 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     if num_labels is None and fractions and len(fractions) > len(others):
         raise UsageError(
             f"labels of the training texts are numbers, not all of them whole ({documents.list_names(fractions[:3])}), but "
-            f"{documents.list_names(others)} is none: mend it, or set num_labels to {len(names)} if they are classes"
+            f"{documents.list_names(others)} is none. Mend it, or set num_labels to {len(names)} if they are classes"
         )
     if str(IGNORED) in names:
         raise UsageError(
-            f"a label of the training texts is {IGNORED}, which stands for a missing one: remove the rows, give them a class, "
+            f"a label of the training texts is {IGNORED}, which stands for a missing one. Remove the rows, give them a class, "
             "or set num_labels to 1 if labels are numbers"
         )
     class_names = ", ".join(map(documents.shorten, names[:10])) + (", ..." if len(names) > 10 else "")

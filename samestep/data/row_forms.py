@@ -205,7 +205,7 @@ class TurnReader:
             number = value if isinstance(value, int | float) else NUMBERS.get(str(value).lower())
             if low not in TRAINED + NOT_TRAINED:
                 raise UsageError(
-                    f"{where}: {name} may say that it is not trained, which is not clear: write weight 0 or 1 in its place, or "
+                    f"{where}: {name} may say that it is not trained, which is not clear. Write weight 0 or 1 in its place, or "
                     f"leave it out, --columns {UNUSED}={name}"
                 )
             if number not in (0, 1):
@@ -598,8 +598,8 @@ def _check_others(plan: _Plan, values: Mapping[str, Any], prompt: Any, answers: 
         )
         if value is not None and number == 0:
             raise UsageError(
-                f"{name} is {shorten(str(value))}, which marks an answer that is not wanted, but objective sft trains all: "
-                f"leave out such rows, or make pairs (chosen, rejected) of them"
+                f"{name} is {shorten(str(value))}, which marks an answer that is not wanted, but objective sft trains all. "
+                f"Leave out such rows, or make pairs (chosen, rejected) of them"
             )
         if value is not None and number is None:
             unused.append(name)

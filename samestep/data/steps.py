@@ -128,7 +128,7 @@ def check_terms(source: SampleSource, weights: Mapping[str, float]) -> None:
     """
     if names := [name for name in find_terms_without_target(source, list(weights)) if weights[name]]:
         raise UsageError(
-            f"the training data have no target of the loss {', '.join(names)}, which would be 0 in every step: look at the "
+            f"the training data have no target of the loss {', '.join(names)}, which would be 0 in every step. Look at the "
             "rows, the tokenizer and the lengths, or set the weight of the loss to 0"
         )
 

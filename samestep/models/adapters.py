@@ -107,8 +107,8 @@ def find_start(recipe: Any) -> tuple[str | None, Path | None]:
         return path, None
     if recipe.lora_rank is None:
         raise UsageError(
-            f"model_name_or_path {format_name(path)} is an adapter, but lora_rank is null, so that all weights are trained: "
-            "give lora_rank and lora_alpha of the adapter, to train it further, or what --merge_adapter made of it"
+            f"model_name_or_path {format_name(path)} is an adapter, but lora_rank is null, so that all weights are trained. "
+            "Give lora_rank and lora_alpha of the adapter, to train it further, or what --merge_adapter made of it"
         )
     return base, Path(path).expanduser()
 

@@ -59,7 +59,7 @@ class ImageTextSums(CausalLmSums):
         for name, module in self.causal_lm.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0 and id(module) not in inside:
                 raise UsageError(
-                    f"{name} drops numbers of images with probability {module.p:g}, which is not drawn by sample: set "
+                    f"{name} drops numbers of images with probability {module.p:g}, which is not drawn by sample. Set "
                     "lora_dropout to 0, or lora_targets to names of the language model's layers"
                 )
 

@@ -140,8 +140,8 @@ def save(
     if dtype == torch.float32:
         remedy = "leave merge_adapter out"
     problem = (
-        f"merge_adapter is true, but {text}, more than max_merge_loss {limit:g}, so the adapter is apart in {folder}: "
-        f"to merge it, {remedy}, and resume from the latest checkpoint"
+        f"merge_adapter is true, but {text}, more than max_merge_loss {limit:g}, so the adapter is apart in {folder}. "
+        f"To merge it, {remedy}, and resume from the latest checkpoint"
     )
     return _find_adapter_usage(recipe), facts, problem
 

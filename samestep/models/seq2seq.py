@@ -318,7 +318,7 @@ class Seq2SeqSums(SummedLosses):
         if self.is_noisy:
             raise UsageError(
                 f"torch_compile is true, but {type(self.seq2seq).__name__} calls dropout by a function, which is drawn by "
-                "sample outside of compiled code: leave it out, or set dropout to 0"
+                "sample outside of compiled code. Leave it out, or set dropout to 0"
             )
         super().compile_layers()
 

@@ -108,8 +108,8 @@ RULES: list[Rule] = [
     ),
     Rule(
         lambda f: f.is_reproducible and f.is_sharded,
-        "reproducible is given, but the launch file shards weights (FSDP), whose gradients are reduced in float32, so "
-        "that their sums depend on the number of processes",
+        "reproducible is given, but the launch file shards weights (FSDP), whose gradients are reduced in float32. So "
+        "their sums depend on the number of processes",
         f"leave it out, or {MULTI_GPU}",
     ),
     Rule(

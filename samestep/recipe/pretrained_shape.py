@@ -124,7 +124,7 @@ def load(
     model_type: Any = config.get("model_type")
     if not isinstance(model_type, str) or MODEL_TYPES.get(model_type, model_type) != trained:
         raise UsageError(
-            f"{location} is a model of type {format_value(model_type)}, but {recipe.task} trains {trained}: give a checkpoint "
+            f"{location} is a model of type {format_value(model_type)}, but {recipe.task} trains {trained}. Give a checkpoint "
             f"of {trained}; other architectures train in a loop of your own, or with ExactTrainer (docs/your-own-loop.md)"
         )
     shape = {field: config.get(field, default) for field, default in SHAPES[trained].items()}

@@ -135,8 +135,8 @@ class Recipe:
     weight_decay: float = setting("decoupled weight decay; never on biases and normalisation weights", NOT_NEGATIVE)
     max_grad_norm: float | None = setting("clip the whole step's gradient to this L2 norm; null: no clipping", POSITIVE)
     accumulation: str = setting(
-        "where the gradients of a step add up: gradient, or optimizer (in its moments, 4 bytes per parameter less: exact with "
-        "sgd, not with adamw, whose second moment is estimated; clipping is approximate)",
+        "where the gradients of a step add up: gradient, or optimizer (in its moments, 4 bytes per parameter less). Exact with "
+        "sgd, not with adamw, whose second moment is estimated. Clipping is approximate",
         choice("gradient", "optimizer"),
     )
     second_moment: str | None = setting(
@@ -307,7 +307,7 @@ def explain_accumulation(second_moment: str | None) -> str:
     if second_moment is not None:
         exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
     return (
-        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}; the gradient's norm "
+        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}. The gradient's norm "
         "is an estimate, and clipping keeps the direction of the unclipped step"
     )
 

@@ -47,7 +47,7 @@ class RunSettings:
     overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
     rehearse: bool = setting(
         "rehearse the run with a small model (a few narrow layers): its data, tokenizer, schedule, 3 whole steps, a "
-        "checkpoint, and going on from it; in a temporary folder, or OUTPUT_DIR-rehearsal",
+        "checkpoint, and going on from it. In a temporary folder, or OUTPUT_DIR-rehearsal",
         default=False,
     )
 
@@ -59,8 +59,8 @@ class RunSettings:
         "micro-batches per step (k); none: what b leaves", POSITIVE, default=None
     )
     reproducible: int | None = setting(
-        "samples of a micro-batch (b) on any hardware: the run is the same to the bit on any number of processes, with any "
-        "restarts, on machines of one kind; on CPUs each process computes in one thread. None: the same but for rounding",
+        "samples of a micro-batch (b) on any hardware. The run is the same to the bit on any number of processes, with any "
+        "restarts, on machines of one kind. On CPUs each process computes in one thread. None: the same but for rounding",
         BATCH,
         default=None,
     )
@@ -68,7 +68,7 @@ class RunSettings:
 
     # Speed, precision (mixed precision is the launch file's)
     speed: str = setting(
-        "auto: measure once which kernels and how large micro-batches are the fastest here; safe: the same ones everywhere, "
+        "auto: measure once which kernels and how large micro-batches are the fastest here. safe: the same ones everywhere, "
         "for runs that are repeated bit by bit",
         choice("auto", "safe"),
         default="auto",
@@ -82,8 +82,8 @@ class RunSettings:
     )
 
     reduce_dtype: str = setting(
-        "type in which several processes send gradients (torch's bf16_compress and fp16_compress hooks): own, of the weights; "
-        "bf16 or fp16, half of the traffic, not exact: each process's part is rounded, and so is the sum",
+        "type in which several processes send gradients (torch's bf16_compress and fp16_compress hooks). own: of the weights. "
+        "bf16 or fp16: half of the traffic, not exact: each process's part is rounded, and so is the sum",
         choice("own", "bf16", "fp16"),
         default="own",
     )
@@ -109,7 +109,7 @@ class RunSettings:
         default="none",
     )
     checkpointing_minutes: float | None = setting(
-        "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given; 15: more where saving "
+        "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given. 15: more where saving "
         "would take over 5% of the time; none: one at the end",
         MINUTES,
         default=15.0,
@@ -124,13 +124,13 @@ class RunSettings:
         default=None,
     )
     checkpoint_store: str | None = setting(
-        "folder, as fsspec names it (s3://BUCKET/FOLDER, gs://..., file:///mnt/...), to which each checkpoint is copied in the "
-        "background, and from which resume_from_checkpoint latest brings newer ones; none: no copies",
+        "folder, as fsspec names it (s3://BUCKET/FOLDER, gs://..., file:///mnt/...). To it each checkpoint is copied in the "
+        "background, and from it resume_from_checkpoint latest brings newer ones. none: no copies",
         ("must begin with a protocol: s3://BUCKET/FOLDER, file:///mnt/FOLDER", lambda value: "://" in value),
         default=None,
     )
     replicate_checkpoints: bool = setting(
-        "send each checkpoint to every machine: output_dir is a folder of each machine's own, on its disk or in memory "
+        "send each checkpoint to every machine. output_dir is a folder of each machine's own, on its disk or in memory "
         "(/dev/shm), not one that all see",
         default=False,
     )
@@ -139,9 +139,9 @@ class RunSettings:
         default=None,
     )
     fault_tolerance: str = setting(
-        "when a process dies: none: the run ends; restart: its launcher (torchrun's agents) starts it again on the machines "
-        "that are there, from the newest checkpoint; it brings resume_from_checkpoint latest, async_checkpointing and "
-        "checkpointing_minutes 1, where flags do not say otherwise; step: each launch is a replica, and those that are left "
+        "when a process dies: none: the run ends. restart: its launcher (torchrun's agents) starts it again on the machines "
+        "that are there, from the newest checkpoint. It brings resume_from_checkpoint latest, async_checkpointing and "
+        "checkpointing_minutes 1, where flags do not say otherwise. step: each launch is a replica, and those that are left "
         "do the step again (docs/fault-tolerance.md)",
         choice("none", "restart", "step"),
         default="none",
@@ -168,7 +168,7 @@ class RunSettings:
         default=1,
     )
     replica_timeout: float = setting(
-        "seconds that replicas wait for one that is alive in a step, before they do it again without; it must be longer than "
+        "seconds that replicas wait for one that is alive in a step, before they do it again without. It must be longer than "
         "the step itself and than sending the model to a replica that joins",
         limit(SECONDS),
         default=60.0,

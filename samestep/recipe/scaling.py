@@ -138,7 +138,7 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     largest = {name: max(tuned_batch_size, math.ceil(tuned_batch_size / rate) - 1) for name, rate in rates.items()}
     if problems := [
         f"global_batch_size {global_batch_size} is too large for sqrt scaling of {name} {getattr(tuned, name)} "
-        f"tuned at {tuned_batch_size}: 1 - {name} = {float(rates[name]):g}, times {float(ratio):g}, by which the batch "
+        f"tuned at {tuned_batch_size}. 1 - {name} = {float(rates[name]):g}, times {float(ratio):g}, by which the batch "
         f"is larger, must stay below 1. Use a batch of {size} or less, or --lr_scaling_rule none, linear or beta2_half_life."
         for name, size in largest.items()
         if global_batch_size > size

@@ -39,8 +39,8 @@ class LanguageModelSettings(DataSettings):
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     fsdp_gather: str = setting(
-        "type in which sharded weights (FSDP2) are gathered under mixed precision bf16: bf16, half of the traffic and no "
-        "16-bit copy of all weights; fp32, exactly the rounding of whole weights",
+        "type in which sharded weights (FSDP2) are gathered under mixed precision bf16. bf16: half of the traffic and no "
+        "16-bit copy of all weights. fp32: exactly the rounding of whole weights",
         choice("bf16", "fp32"),
         default="bf16",
     )

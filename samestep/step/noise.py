@@ -149,7 +149,7 @@ class Noise:
             return self.samples
         if num_samples < len(self.samples):
             raise UsageError(
-                f"a dropout by sample got a tensor of {num_samples} sample(s), but set_samples said {len(self.samples)}: call "
+                f"a dropout by sample got a tensor of {num_samples} sample(s), but set_samples said {len(self.samples)}. Call "
                 "noise.set_samples before each micro-batch, and let tensors at a dropout have samples first"
             )
         return torch.cat([self.samples, mix(torch.arange(len(self.samples), num_samples, device=device))])

@@ -87,7 +87,7 @@ def find_notes(recipe: Recipe) -> list[str]:
     if recipe.optimizer_name != "adamw_8bit":
         return []
     return [
-        "optimizer adamw_8bit is not AdamW: after each step its moments are rounded to 8 bits, in blocks of 256; the update "
+        "optimizer adamw_8bit is not AdamW: after each step its moments are rounded to 8 bits, in blocks of 256. The update "
         "is exact but for that; the step's gradient is the exact one"
     ]
 

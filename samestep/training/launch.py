@@ -86,7 +86,7 @@ def create_accelerator(
     if fault_tolerance == "restart" and keeps_store and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         problems.append(
             "fault_tolerance is restart, but torchrun keeps one store for all generations of workers, so that new ones wait "
-            "for the addresses of dead ones: start it with --rdzv_backend c10d, and with "
+            "for the addresses of dead ones. Start it with --rdzv_backend c10d, and with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
@@ -215,8 +215,8 @@ def _find_environment_problems() -> list[str]:
     if size == 1 and not has_rank and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
         problems.append(
             "the launch file has num_processes above 1, but `accelerate launch` starts a single process for its "
-            "distributed_type (MULTI_CPU, NO): on CPUs launch as accelerate_configs/2xcpu.yaml does, on GPUs with "
-            "MULTI_GPU; for one process set num_processes: 1 and unset MASTER_ADDR"
+            "distributed_type (MULTI_CPU, NO). On CPUs launch as accelerate_configs/2xcpu.yaml does, on GPUs with "
+            "MULTI_GPU. For one process set num_processes: 1 and unset MASTER_ADDR"
         )
     return problems
 
@@ -232,7 +232,7 @@ def _find_parallelism_problems() -> list[str]:
     shards, size = get_int_from_env([f"{PARALLELISM}DP_SHARD_SIZE"], 1), get_int_from_env(SIZES, 1)
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or shards == 1:
         return [
-            f"parallelism_config has dp_shard_size {shards}, but weights are not divided: remove parallelism_config for copies "
+            f"parallelism_config has dp_shard_size {shards}, but weights are not divided. Remove parallelism_config for copies "
             "on all processes (DDP), or set distributed_type FSDP and dp_shard_size to the devices of a machine (HSDP)"
         ]
     if size % shards:
@@ -266,8 +266,8 @@ def find_accelerator_problems(
     problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
     if size > 1 and accelerator.num_processes == 1:
         problems.append(
-            f"{size} processes were launched, but each would train alone, on {device}: to train on GPUs, see that "
-            "torch.cuda.is_available() and that LOCAL_RANK is set; to train on CPUs, launch with "
+            f"{size} processes were launched, but each would train alone, on {device}. To train on GPUs, see that "
+            "torch.cuda.is_available() and that LOCAL_RANK is set. To train on CPUs, launch with "
             "accelerate_configs/2xcpu.yaml or set ACCELERATE_USE_CPU=true"
         )
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
@@ -300,6 +300,6 @@ def describe_reduce_dtype(reduce_dtype: str, num_processes: int) -> str:
             "exact"
         )
     return (
-        f"reduce_dtype {reduce_dtype}: not the exact step; the gradients of {num_processes} processes, and their sum, are "
-        f"rounded to {reduce_dtype}, otherwise for each number of processes; half of the bytes of float32 are sent"
+        f"reduce_dtype {reduce_dtype}: not the exact step. The gradients of {num_processes} processes, and their sum, are "
+        f"rounded to {reduce_dtype}, otherwise for each number of processes. Half of the bytes of float32 are sent"
     )

@@ -105,7 +105,7 @@ class Divisor:
             if abs(counts.get(name, 0) - ratio * counts[self.name]) > 1e-6 * max(1, counts.get(name, 0)):
                 raise UsageError(
                     f"the loss of {self.owner} is a mean over {self.name} or over {name}: {NUM_SCANNED} samples did not tell "
-                    "which, and a batch now has others: give loss= and targets=, and go on from the last checkpoint"
+                    "which, and a batch now has others. Give loss= and targets=, and go on from the last checkpoint"
                 )
         return torch.tensor([counts[self.name]])
 
@@ -212,7 +212,7 @@ class Measurement:
         errors, answers = self._ask(batches)
         if not errors:
             raise UsageError(
-                f"the loss of {self.owner}, or its gradient, is not finite on single samples: it "
+                f"the loss of {self.owner}, or its gradient, is not finite on single samples. It "
                 "compares the samples of a batch, or labels miss: give loss= and targets="
             )
         if not any(answer.values[-1].any() for answer in answers):
@@ -278,7 +278,7 @@ class Measurement:
     def _explain_misfit(self, samples: Sequence[Any], best: str, error: float) -> str:
         """Say why no divisor fits: asked about rows of one batch, which are padded alike, one that fits tells of padding."""
         text = (
-            f"the loss of {self.owner} is not that of its samples: of {len(samples)} samples it is no mean of those of 2 and "
+            f"the loss of {self.owner} is not that of its samples. Of {len(samples)} samples it is no mean of those of 2 and "
             f"of 1, whatever they are weighed by (nearest: {best}, {error:.1e} off)"
         )
         whole = self.collate(list(samples))
@@ -363,7 +363,7 @@ class Measurement:
             return {(first, last): self.collate(list(samples[first:last])) for first, last in places}
         if not _has_row_for_each(whole, len(samples)):
             raise UsageError(
-                f"the data collator of {self.owner} draws at random, and has no row for each sample: what its loss divides by "
+                f"the data collator of {self.owner} draws at random, and has no row for each sample. What its loss divides by "
                 "cannot be measured: give loss= and targets="
             )
         return _take_parts(whole, len(samples))

@@ -188,7 +188,7 @@ def load(names: Sequence[str], trust_code: bool = False) -> dict[str, Any]:
         raise UsageError(
             [
                 f"metrics is {name!r}, which is not local ({nearest(name, METRICS)}) but code of a file or of the hub, which "
-                "would run here: name a local one, or, if you trust the code, set --trust_metric_code"
+                "would run here. Name a local one, or, if you trust the code, set --trust_metric_code"
                 for name in external_names
             ]
         )

@@ -127,8 +127,8 @@ def make_network(run: "Run", model_class: type[SummedLosses], train: Any) -> Net
     kernel = pretrained.find_noisy_kernel(model)
     if kernel and settings.reproducible is None:
         run.say(
-            f"attention dropout with attn_implementation {kernel}: the kernel draws its own noise, per process and "
-            "micro-batch, so that another layout's losses differ by it, unlike with --attn_implementation eager; samples, "
+            f"attention dropout with attn_implementation {kernel}. The kernel draws its own noise, per process and "
+            "micro-batch, so that another layout's losses differ by it, unlike with --attn_implementation eager. Samples, "
             "batch, learning rate, masks and all other dropout do not"
         )
     if getattr(settings, "gradient_checkpointing", False):

@@ -589,8 +589,8 @@ def to_counts(value: Any) -> torch.Tensor:
         description = f"{value!r}"[:60]
     if not is_number:
         raise UsageError(
-            f"targets returned {description}, must be the number of targets, an int or an int tensor [terms]: for example "
-            "(labels != -100).sum(); or the sum of their weights, a float or a tensor [terms] of float32 or float64"
+            f"targets returned {description}, must be the number of targets, an int or an int tensor [terms]. For example "
+            "(labels != -100).sum(). Or the sum of their weights, a float or a tensor [terms] of float32 or float64"
         )
     counts = torch.as_tensor(value, dtype=torch.float64 if is_float else torch.int64).detach().reshape(-1)
     if counts.device.type == "cpu" and not ((counts >= 0) & counts.isfinite()).all():
@@ -721,7 +721,7 @@ def find_problems(accelerator: Accelerator, name: str) -> list[str]:
         scheduler.step_with_optimizer and not scheduler.split_batches for scheduler in prepared_schedulers(accelerator)
     ):
         problems.append(
-            "the scheduler is prepared, so that it steps once per process in every optimizer step: leave it out of "
+            "the scheduler is prepared, so that it steps once per process in every optimizer step. Leave it out of "
             "accelerator.prepare, and call scheduler.step() once behind the micro-batches of a step"
         )
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

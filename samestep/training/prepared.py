@@ -30,7 +30,7 @@ def check(accelerator: Accelerator, loader: Any) -> None:
     if isinstance(dataset, IterableDatasetShard) and accelerator.num_processes > 1 and not dataset.drop_last:
         raise UsageError(
             "dataloader is prepared with dispatch_batches=False, where accelerate fills the last batch of a stream with "
-            "samples from its beginning: do not prepare it, and deal the stream out yourself: islice(stream, "
+            "samples from its beginning. Do not prepare it, and deal the stream out yourself: islice(stream, "
             "accelerator.process_index, None, accelerator.num_processes)"
         )
     if isinstance(sampler, DistributedSampler) and not sampler.drop_last and sampler.total_size != len(sampler.dataset):

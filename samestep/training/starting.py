@@ -116,7 +116,7 @@ class Start:
             ):
                 raise UsageError(
                     f"checkpoint {folder} is the end of a training of {num_steps} steps, whose learning rate has "
-                    f"fallen since step {parting}: one of {plan.num_steps} would have been another one from there. To train "
+                    f"fallen since step {parting}. One of {plan.num_steps} would have been another one from there. To train "
                     f"on from what it left, with a warm-up and a decay of its own: {command}"
                 )
             where = f"{fitting[-1]} is one" if fitting else "there is none beside it"

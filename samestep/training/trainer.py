@@ -99,7 +99,7 @@ class ExactStep(Trainer):
         is_stream = isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__")
         if self.train_dataset is not None and is_stream:
             problems.append(
-                f"train_dataset is a {type(self.train_dataset).__name__}, of which Trainer never steps the last window: use "
+                f"train_dataset is a {type(self.train_dataset).__name__}, of which Trainer never steps the last window. Use "
                 "exact_windows in a loop of your own, or a dataset with a length"
             )
         if loss is not None and targets is None and is_sharded(self.accelerator):
@@ -384,8 +384,8 @@ def exact(trainer: type[Trainer]) -> type[ExactStep]:
     own = [name for name in OWN if getattr(trainer, name, None) is not getattr(Trainer, name, None)]
     if own := [name for name in own if name not in step.MAY_HAVE]:
         raise UsageError(
-            f"{trainer.__name__} has its own {', '.join(own)}: it makes or draws the samples of a step itself, so that they "
-            "depend on how it is cut, and no loss can mend that"
+            f"{trainer.__name__} has its own {', '.join(own)}: it makes or draws the samples of a step itself. They "
+            "depend on how it is cut then, and no loss can mend that"
         )
     return type(f"Exact{trainer.__name__}", (step, trainer), {"__module__": __name__, "__doc__": step.__doc__})
 
@@ -458,7 +458,7 @@ def _check_repeated(loader: Any, num_together: int) -> None:
     if num_samples % num_together and (num_rows := _count_rows(loader.collate_fn([loader.dataset[0]]))) != 1:
         raise UsageError(
             f"the evaluation has {num_samples} samples, each of {num_rows} rows, and accelerate repeats some to fill "
-            f"{num_together}, which cannot be taken out: evaluate a multiple of {num_together}, or on one process"
+            f"{num_together}, which cannot be taken out. Evaluate a multiple of {num_together}, or on one process"
         )
 
 
@@ -486,7 +486,7 @@ def _take_rows(name: str, value: Any, size: int, num_rows: int) -> Any:
     if len(value) != size:
         raise UsageError(
             f"{name} of the last evaluation batch has {len(value)} rows for {size} samples, so that samples that accelerate "
-            "repeats cannot be taken out: evaluate on one process, or a number of samples that all batches together divide"
+            "repeats cannot be taken out. Evaluate on one process, or a number of samples that all batches together divide"
         )
     return value[:num_rows]
 

@@ -89,7 +89,7 @@ REFUSED: dict[str, Callable[[Any], str | None]] = {
         "how many samples it leaves out depends on the micro-batch: leave it out, the last step is exact with fewer samples"
     ),
     "use_liger_kernel": _forbid(
-        "its loss replaces the model's, and gives no logits to sum over: leave it out, or apply liger's kernels to the model "
+        "its loss replaces the model's, and gives no logits to sum over. Leave it out, or apply liger's kernels to the model "
         "yourself, without its cross entropy"
     ),
     "train_sampling_strategy": _forbid(

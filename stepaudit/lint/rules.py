@@ -30,7 +30,7 @@ RULES = {
     "SA101": Rule(
         "mean of means",
         "the window's loss is a mean of the micro-batches' means, and these have different numbers of targets",
-        'divide sums by the number of targets of the whole window: F.cross_entropy(..., reduction="sum") / count, with count '
+        'divide sums by the number of targets of the whole window. F.cross_entropy(..., reduction="sum") / count, with count '
         "added up over its micro-batches and processes before the first backward",
     ),
     "SA102": Rule(
@@ -77,7 +77,7 @@ RULES = {
     ),
     "SA302": Rule(
         "tail without a step",
-        "where k does not divide the loader's length, the last micro-batches of an epoch are followed by no step: they fall "
+        "where k does not divide the loader's length, the last micro-batches of an epoch are followed by no step. They fall "
         "into the next epoch's first window, or are lost",
         "step at the end, too: if (step + 1) % k == 0 or step + 1 == len(loader):, and divide by that window's micro-batches",
         is_harmless=True,
@@ -122,7 +122,7 @@ RULES = {
     ),
     "SA601": Rule(
         "head that Trainer does not divide for",
-        "Trainer leaves the division by k to this kind of head, which does not divide (transformers 5): gradient and logged "
+        "Trainer leaves the division by k to this kind of head, which does not divide (transformers 5). Gradient and logged "
         "loss are k times too large",
         "exact(Trainer) of samestep, or a compute_loss_func that divides a sum by num_items_in_batch",
         HEAD,

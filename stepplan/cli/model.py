@@ -39,8 +39,8 @@ class ModelSettings:
 
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     from_scratch: bool | None = setting(
-        "true: a decoder is pretrained from random weights, by --depth or --parameters or its configuration; false: weights "
-        "of this configuration are fine-tuned; none: they are, where there are some",
+        "true: a decoder is pretrained from random weights, by --depth or --parameters or its configuration. false: weights "
+        "of this configuration are fine-tuned. none: they are, where there are some",
         default=None,
     )
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)

@@ -334,8 +334,8 @@ def write(answer: dict[str, Any], file: str | None) -> Iterator[str]:
     for name, (old, new) in answer["changes"].items():
         yield f"  {name}: {old} -> {new}"
     yield (
-        "  (learning rate by the square root of the batch for Adam, in proportion for SGD; beta2 by its half-life in tokens, "
-        "2507.07101; weight decay by its timescale, 2505.13738)"
+        "  (Learning rate by the square root of the batch for Adam, in proportion for SGD. beta2 by its half-life in tokens, "
+        "2507.07101. Weight decay by its timescale, 2505.13738.)"
     )
     if file is None:
         yield "To write the recipe: the same command with --write_recipe FILE"

@@ -123,7 +123,7 @@ class LocalSteps(Exchanging):
         if num_done % self.communication.num_steps:
             raise UsageError(
                 f"checkpoint {folder} is the end of a training of {num_done} steps, at which workers exchanged their "
-                f"parameters, but one of {num_steps} steps has no exchange there: resume from an earlier one"
+                f"parameters. But one of {num_steps} steps has no exchange there: resume from an earlier one"
             )
 
     def _make_exchange(

@@ -29,7 +29,7 @@ RULES = [
     Rule(
         lambda f: f.is_folded and f.is_fp16,
         "accumulation is optimizer, but mixed_precision is fp16, where a step whose scaled gradient overflows must be "
-        "left out, but then it is in the moments already",
+        "left out. It is in the moments already, then",
         "set it to gradient, or mixed_precision to bf16 or no",
     ),
 ]

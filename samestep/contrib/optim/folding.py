@@ -39,11 +39,11 @@ COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
     unchanged     by b in every micro-batch: an optimizer that only moves the parameters less often
 """
 TOO_MANY = (
-    "a parameter of shape {} got gradient {} of a step with gradient_accumulation_steps {}: set that to the backward passes "
+    "a parameter of shape {} got gradient {} of a step with gradient_accumulation_steps {}. Set that to the backward passes "
     "before each step(), and call step() after them"
 )
 NOT_FOLDED = (
-    "parameters of shapes {} have a .grad that was not folded: the model is wrapped in DistributedDataParallel (`distribute` "
+    "parameters of shapes {} have a .grad that was not folded. The model is wrapped in DistributedDataParallel (`distribute` "
     "takes its place), or they were frozen when the optimizer was made"
 )
 

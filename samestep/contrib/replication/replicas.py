@@ -213,7 +213,7 @@ class Replicas:
         if len(set(fingerprints.tolist())) > 1:
             if not self.has_begun:
                 raise UsageError(
-                    f"fault_tolerance is step, but the replicas at {self.settings.lighthouse} do not train the same: start all "
+                    f"fault_tolerance is step, but the replicas at {self.settings.lighthouse} do not train the same. Start all "
                     "with the same recipe, data, precision and --reproducible, and each run with a lighthouse of its own"
                 )
             return False

@@ -63,7 +63,7 @@ class SharedState:
         record, tensors = json.loads(state["record"]), self.list_tensors()
         if record["fingerprint"] != self.fingerprint or tensors.keys() != state["tensors"].keys():
             raise UsageError(
-                f"fault_tolerance is step, but the replicas at {self.lighthouse} train something else: give this one "
+                f"fault_tolerance is step, but the replicas at {self.lighthouse} train something else. Give this one "
                 "the same recipe, data, precision and --reproducible, or a lighthouse of its own"
             )
         for name, tensor in tensors.items():

@@ -63,7 +63,7 @@ class CausalLmFineTuning(ExpertsRecipe):
 
     # Optimizer
     optimizer: str = setting(
-        "adamw, or adamw_8bit: its moments are rounded to 8 bits in blocks of 256, so it is another optimizer than AdamW; 2 "
+        "adamw, or adamw_8bit: its moments are rounded to 8 bits in blocks of 256, so it is another optimizer than AdamW. 2 "
         "bytes per trained parameter instead of 8",
         choice("adamw", "adamw_8bit"),
     )
@@ -85,8 +85,8 @@ class CausalLmFineTuning(ExpertsRecipe):
         decides=False,
     )
     mixture_weights: tuple[float, ...] | None = setting(
-        "passes over each source in an epoch, a source being an entry of dataset_name or train_file: 2 uses each sample twice, "
-        "0.5 half of them, the next epoch the others; null: each sample once",
+        "passes over each source in an epoch, a source being an entry of dataset_name or train_file. 2 uses each sample twice, "
+        "0.5 half of them, the next epoch the others. null: each sample once",
         WEIGHTS,
     )
     validation_fraction: float = setting(
@@ -98,7 +98,7 @@ class CausalLmFineTuning(ExpertsRecipe):
     )
     images: bool = setting("whether rows may hold images, for a model of images and text, and its processor")
     chat_template: str | None = setting(
-        "file of a chat template (Jinja), chatml, or tulu (roles as text, for base models); null: the tokenizer's, and chatml "
+        "file of a chat template (Jinja), chatml, or tulu (roles as text, for base models). null: the tokenizer's, and chatml "
         "for a tokenizer that is trained",
         decides=False,
     )

@@ -122,9 +122,9 @@ class ExpertsRecipe(Recipe):
     """The fields of recipes whose model may be a mixture of experts: how its routers are balanced."""
 
     router_loss: str | None = setting(
-        "of a mixture of experts, over all tokens that are trained in the step: global (2101.03961, 2501.11873), sequence "
+        "of a mixture of experts, over all tokens that are trained in the step. global (2101.03961, 2501.11873), sequence "
         "(DeepSeek-V3's of each sequence, 2412.19437) or bias (no loss: biases that choose experts follow their load, "
-        "2408.15664); null: none",
+        "2408.15664). null: none",
         choice("global", "sequence", "bias"),
     )
     router_loss_weight: float | None = setting(

@@ -62,8 +62,8 @@ class EmbeddingTraining(Recipe):
     learn_temperature: bool = setting("learn the temperature, from 0.01 on, and the bias of siglip")
     mask_duplicates: bool = setting("of info_nce: a query's own text in another sample is no negative of it")
     false_negative_margin: float | None = setting(
-        "of info_nce: a text that is nearer to a query than its own text, by more than this, is no negative of it, as in GIST "
-        "(2402.16829) with the model as its own guide; null: all are",
+        "of info_nce: a text that is nearer to a query than its own text, by more than this, is no negative of it. As in GIST "
+        "(2402.16829) with the model as its own guide. null: all are",
         limit(2, -2),
     )
     matryoshka_sizes: tuple[int, ...] | None = setting(

@@ -62,7 +62,7 @@ class Seq2SeqFineTuning(Recipe):
     source_column: str | None = setting("column of the sources; null: found by its name", decides=False)
     target_column: str | None = setting("column of the targets; null: found by its name", decides=False)
     source_language: str | None = setting(
-        "language of the sources: of mBART and NLLB a token as eng_Latn, of Whisper a name as german; a key of a column "
+        "language of the sources. Of mBART and NLLB a token as eng_Latn, of Whisper a name as german. A key of a column "
         "`translation`; null: none"
     )
     target_language: str | None = setting(

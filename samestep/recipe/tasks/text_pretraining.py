@@ -22,7 +22,7 @@ class TextPretraining(Recipe):
     )
     muon_learning_rate: float | None = setting(
         "peak learning rate of matrices at learning_rate_batch_size, of AdamW's size (updates are multiplied by 0.2 "
-        "sqrt(max(rows, columns)), 2502.16982); it follows learning_rate's schedule and scaling; null with adamw",
+        "sqrt(max(rows, columns)), 2502.16982). It follows learning_rate's schedule and scaling; null with adamw",
         POSITIVE,
     )
     muon_momentum: float | None = setting("decay of Muon's momentum per step; null with adamw", FRACTION)
