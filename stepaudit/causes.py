@@ -222,8 +222,8 @@ KINDS = {
     ),
     "times_expert_parallel": Cause(
         "the gradient of experts is too large or too small by the number of expert parallel processes",
-        "divide the gradients of experts by all processes that have samples of their own, as those of all other weights, and "
-        "not by those alone that have the same experts",
+        "divide the gradients of experts by all processes that have samples of their own, as those of all other weights. Those "
+        "alone that have the same experts are too few",
     ),
     "dead_part": Cause(
         "parts of the model get no gradient, neither here nor in the reference: two layouts agree on nothing",

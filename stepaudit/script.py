@@ -317,8 +317,8 @@ def _make_parser(prog: str) -> _Parser:
         default=[],
         metavar="NAME=SIZE,...",
         help="what processes are that hold parts of one model: dp (data), tp (tensor), cp or sp (sequence), ep (experts), pp "
-        "(pipeline), neighbours in the last dimension; once per mesh. Flags are divided by data and experts alone. A "
-        "DeviceMesh of the program with names goes before it",
+        "(pipeline). Neighbours differ in the last dimension. Give it once per mesh. Flags are divided by data and experts "
+        "alone. A DeviceMesh of the program with names goes before it",
     )
     layouts.add_argument(
         "--per_process",
@@ -343,8 +343,8 @@ def _make_parser(prog: str) -> _Parser:
         "--against",
         choices=["first", PLAIN],
         default="first",
-        help="what layouts are compared with: the first one, or plain steps. Those are the first layout once more, each step of one "
-        "large batch, made of what the program gives to the loss functions of torch.nn.functional. It finds "
+        help="what layouts are compared with: the first one, or plain steps. Those are the first layout once more, each step "
+        "of one large batch, made of what the program gives to the loss functions of torch.nn.functional. It finds "
         "what is wrong in the same way under every cut",
     )
     resuming = parser.add_argument_group("Resuming, in the place of comparing layouts")
