@@ -35,6 +35,6 @@ def test_the_answer_is_two_clicks_away(question, page, section, line):
     text = read(path)
     assert line in text
     if section:
-        heads = [head for head in re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)]
+        heads = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         (head,) = [head for head in heads if re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") == section[1:]]
         assert text.index(head) < text.index(line)
