@@ -81,7 +81,9 @@ class _Parts:
     def __init__(self, reference: Recording, processes: Processes):
         self.reference, self.processes = reference, processes
         self.places = place(reference, processes)
-        self.axes = {name: size for process in processes for name, size in process.axes.items()}
+        # A process may have let go of a mesh that the others still have
+        axes = processes[0].axes.items()
+        self.axes = {n: size for n, size in axes if size > 1 and all(p.axes.get(n) == size for p in processes)}
         self.num_steps = min((len(process.steps) for process in processes), default=0)
         self.size = sum(reference.sizes)
 
@@ -124,10 +126,10 @@ class _Parts:
     def _group(self) -> list[list[int]]:
         """Group processes that have the same part of the data: their ranks."""
         has_own = {DATA} | ({EXPERT} if self._differs_along(EXPERT) else set())
-        is_known = len({tuple(p.places.items()) for p in self.processes}) == len(self.processes)
+        is_known = len({tuple(p.places[n] for n in self.axes) for p in self.processes}) == len(self.processes)
         groups: dict[Any, list[int]] = {}
         for rank, process in enumerate(self.processes):
-            key = [place for name, place in process.places.items() if find_role(name) in has_own]
+            key = [process.places[name] for name in self.axes if find_role(name) in has_own]
             groups.setdefault(tuple(key) if is_known else rank, []).append(rank)
         return list(groups.values())
 
@@ -135,7 +137,7 @@ class _Parts:
         """Tell whether processes that differ in this dimension alone have other samples."""
 
         def others(process: Recording) -> list:
-            return [place for name, place in process.places.items() if find_role(name) != role]
+            return [process.places[name] for name in self.axes if find_role(name) != role]
 
         return any(
             others(a) == others(b) and _list_samples(a) != _list_samples(b)

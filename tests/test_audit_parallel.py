@@ -228,6 +228,15 @@ def test_parts_without_a_gradient_are_said_unless_they_are_frozen(model):
     assert find_dead_parts(dataclasses.replace(whole, frozen=["up", "bias"]), whole) == []
 
 
+def test_a_mesh_that_one_process_alone_has_is_left_out(model):
+    """As one that a library has made, and that is gone elsewhere when the first model is called."""
+    parts = [record(cut(model[0], rank), cut(model[1], rank), "tp=2", rank) for rank in range(2)]
+    parts[0] = dataclasses.replace(parts[0], axes={"tp": 2, "fsdp": 1}, places={"tp": 0, "fsdp": 0})
+    assert find_causes(record(*model), *parts) == []
+    parts[1] = dataclasses.replace(parts[1], axes={"tp": 2, "dp": 2}, places={"tp": 1, "dp": 0})
+    assert find_causes(record(*model), *parts) == []
+
+
 def test_processes_that_have_the_whole_model_are_left_as_they_are(model):
     parts = [record(*model), record(*model)]
     assert put_together([record(*model)], parts) == (parts, [])
