@@ -230,7 +230,7 @@ def test_texts_need_no_template(make):
     assert source.tokenizer.chat_template is None
     assert marked(make({"text": "some text"}, train_on="all"))[0].startswith("s")
     assert marked(make({"prompt": "Q: 1?\nA:", "completion": " one"}, train_on="all"))[0].startswith("Q[[")
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: the prompt's last tokens change .* move the space"):
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the prompt's last tokens change .* Move the space"):
         make(*[{"prompt": "say so", "completion": "me"}, {"prompt": "x", "completion": " some some some some"}])
 
 
@@ -475,7 +475,7 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         ),
         ([ONE], {"max_seq_length": 4}, "all 1 rows are longer than max_seq_length 4"),
         ([ONE], {"max_seq_length": 4, "truncation": "cut"}, "no token of any row is trained"),
-        ([ONE], {"template": EMPTY}, "no token of any row is trained (train_on assistant): put {% generation"),
+        ([ONE], {"template": EMPTY}, "no token of any row is trained (train_on assistant). Put {% generation"),
         ([ONE], {"template": CHATML + "{% if"}, "the chat template cannot be used"),
         ([ONE], {"chat_template": "/nowhere.jinja"}, "chat_template /nowhere.jinja cannot be read"),
         ([ONE], {"chat_template": "/dev/null"}, "chat_template /dev/null cannot be read: it is no regular file"),

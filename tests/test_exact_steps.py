@@ -210,7 +210,7 @@ def test_an_accelerator_that_would_make_steps_wrong(accelerator, monkeypatch):
     steps = exact_steps(accelerator, POINTS, stack, **SETTINGS)
     _, optimizer = build(accelerator)
     accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
-    refused(lambda: next(iter(steps)), "scheduler is prepared", "leave it out of accelerator.prepare")
+    refused(lambda: next(iter(steps)), "scheduler is prepared", "Leave it out of accelerator.prepare")
 
 
 @pytest.mark.parametrize(
