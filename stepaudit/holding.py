@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,9 +167,8 @@ def find_axes() -> tuple[dict[str, int], dict[str, int]]:
 
 def _list_meshes() -> list:
     """List the meshes of a program that have names, the largest first."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    module = sys.modules.get("torch.distributed.device_mesh")  # the program has imported it, if it makes one
+    if module is None or not torch.distributed.is_initialized():
         return []
-    from torch.distributed.device_mesh import DeviceMesh
-
-    meshes = [mesh for mesh in find_objects(DeviceMesh) if mesh.mesh_dim_names]
+    meshes = [mesh for mesh in find_objects(module.DeviceMesh) if mesh.mesh_dim_names]
     return sorted(meshes, key=lambda mesh: (-mesh.size(), -mesh.ndim))
