@@ -344,8 +344,8 @@ def _make_parser(prog: str) -> _Parser:
         choices=["first", PLAIN],
         default="first",
         help="what layouts are compared with: the first one, or plain steps. Those are the first layout once more, each step "
-        "of one large batch, made of what the program gives to the loss functions of torch.nn.functional. It finds "
-        "what is wrong in the same way under every cut",
+        "of one large batch, made of what the program gives to the loss functions of torch.nn.functional. It finds what is "
+        "wrong in the same way under every cut",
     )
     resuming = parser.add_argument_group("Resuming, in the place of comparing layouts")
     resuming.add_argument(

@@ -1,5 +1,6 @@
 """Shapes of decoders from a configuration of transformers, or from the built-in table of well-known base models."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -15,7 +16,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan import configs
 from stepplan.decoder import Shape
-from stepplan.decoder_kinds import ALIASES, KINDS, NAMES, TIED
+from stepplan.decoder_kinds import ALIASES, KINDS, NAMES, TIED, list_layers
 
 TABLE = Path(__file__).parent / "base_models.json"
 MODEL_TYPES = tuple(KINDS)
@@ -35,7 +36,14 @@ FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.s
     **dict.fromkeys(("intermediate_size_mlp", "ffn_hidden_size"), 2**20),
     **dict.fromkeys(("num_kv_heads", "expansion_ratio", "interleave_moe_layer_step"), 2**14),
     "first_k_dense_replace": 10_000,
-    **dict.fromkeys(("state_size", "n_groups", "conv_kernel", "chunk_size"), 2**14),
+    **dict.fromkeys(("state_size", "n_groups", "conv_kernel", "chunk_size", "ssm_state_size", "mamba_head_dim"), 2**14),
+    **dict.fromkeys("mamba_n_groups mamba_d_state mamba_d_conv mamba_chunk_size mamba_expand".split(), 2**14),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_ssm"), 2**17),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**14),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), 2**14),
+    **dict.fromkeys(("shared_intermediate_size", "shared_expert_intermediate_size"), 2**20),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), 2**20),
+    **dict.fromkeys(("decoder_sparse_step", "full_attention_interval"), 10_000),
 }
 """Field -> its largest value that is accepted."""
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -49,7 +57,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64, "attention_bias": True},
 }
 """`model_type` of experts -> what transformers takes for fields that a configuration, or a recipe, leaves out."""
-MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
+MAY_BE_ZERO = (
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+)
+OWN_SIZES = ("falcon", "mpt", "mamba2", "qwen3_5_moe_text")
+"""Values of `model_type` whose feed-forward layers have a width by another name, or none."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
 """Ends of the names of classes whose head scores the next token."""
 
@@ -191,7 +207,10 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
             f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
             f"{', '.join(MODEL_TYPES)}; --trace finds its memory with torch"
         )
+    config = {field: value for field, value in config.items() if value is not None}
     config |= {ours: config[theirs] for ours, theirs in NAMES.get(kind, {}).items() if config.get(theirs) is not None}
+    if listed := list_layers(config):
+        config.setdefault("num_hidden_layers", len(listed))
     configs.check_sizes(config, name, FIELDS, MAY_BE_ZERO)
     config = _fill_defaults(config, kind)
 
@@ -205,8 +224,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
         "vocab_size": need("vocab_size"),
         "hidden_size": width,
         "num_layers": layers,
-        "intermediate_size": config.get("intermediate_size")
-        or (0 if kind in ("falcon", "mpt", "mamba2") else need("intermediate_size")),
+        "intermediate_size": config.get("intermediate_size") or (0 if kind in OWN_SIZES else need("intermediate_size")),
         "num_heads": heads,
         "num_key_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or max(1, width // heads),
@@ -216,14 +234,21 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
         "stored_bytes": 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4,
     }
     window = config.get("sliding_window")
-    if window is not None and config.get(
-        "use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v2")
-    ):
+    if window and config.get("use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v2")):
         values |= {"window": window}
     try:
-        return Shape(**values | KINDS[kind](config, values))
+        return make_shape(values | KINDS[kind](config, values))
     except KeyError as error:
         raise UnknownShapeError(f"{name}: its configuration has no {error.args[0]}") from None
+
+
+def make_shape(fields: Mapping[str, Any]) -> Shape:
+    """Make a shape of its fields; `layers`, where they differ, are what each layer changes."""
+    changes: list[dict[str, Any]] = list(fields.get("layers", ()))
+    shape = Shape(**{**fields, "layers": ()})
+    kinds = [dict(kind) for kind in dict.fromkeys(tuple(sorted(each.items())) for each in changes)]
+    layers = [dataclasses.replace(shape, **kind, num_layers=changes.count(kind)) for kind in kinds]
+    return dataclasses.replace(shape, layers=tuple(layers)) if len(layers) > 1 else (layers or [shape])[0]
 
 
 def find_weights(recipe: Recipe) -> str:

@@ -10,31 +10,11 @@ from typing import NamedTuple
 
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 from samestep.recipe.tasks.decoder import ALL_LINEAR
+from stepplan.recurrences import UNADAPTED, Linear, Recurrence
 from stepplan.transformer import INPUT_AND_OUTPUT, OTHER_ACTIVATIONS, Peak
 
 NF4_BLOCK, NF4_GROUP = 64, 256
 """Weights that share a scale, and scales that share a second one: bitsandbytes' blocksize, and its double quantisation."""
-
-
-class Linear(NamedTuple):
-    """A matrix of a layer.
-
-    Attributes:
-        name: name of its module.
-        width: numbers that come in.
-        out: numbers that go out.
-        source: what comes in: attention (the normalised input), output (of attention), feed_forward, down, or a latent vector.
-    """
-
-    name: str
-    width: int
-    out: int
-    source: str
-
-    @property
-    def size(self) -> int:
-        """Number of its weights."""
-        return self.width * self.out
 
 
 class Latent(NamedTuple):
@@ -52,31 +32,22 @@ class Latent(NamedTuple):
     value_dim: int
 
 
-class Scan(NamedTuple):
-    """A recurrence in place of attention (Mamba 2, 2405.21060), computed in chunks, whose heads are those of queries.
-
-    Attributes:
-        num_groups: groups of heads that share the matrices into a state and out of it.
-        state_size: numbers of a state per number of a head.
-        chunk_size: tokens of a chunk.
-        kernel_size: tokens that its convolution sees.
-    """
-
-    num_groups: int
-    state_size: int
-    chunk_size: int
-    kernel_size: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The architecture of a decoder.
+    """The architecture of a decoder, or of those of its layers that are equal.
+
+    Layers of several kinds (windows, experts, recurrences in some of them) are a shape of each kind in `layers`. What is said
+    of a layer here is then nobody's, but fields of attention are those of the layers that have it.
 
     Attributes:
         vocab_size: V.
         hidden_size: h.
         num_layers: L.
-        intermediate_size: f of dense layers.
+        layers: shapes of the kinds of layers, each with their number; (): all are equal.
+        intermediate_size: f of a dense feed-forward layer, or of experts that every token visits; 0: there is none.
+        has_attention: whether a layer has attention.
+        recurrence: what is in its place, or beside it (Falcon-H1); None: there is none.
+        mixer: name of the module of attention, or of what is in its place.
         num_heads, num_key_heads: heads of queries, and of keys and values.
         head_dim: width of a head.
         tied_head: whether the head is the embedding's matrix.
@@ -84,7 +55,9 @@ class Shape:
         qk_norm: normalisation of queries and keys: none, head (each head) or width (all heads at once).
         num_post_norms: normalisations of what attention and feed-forward layer give back: 0 or 2.
         num_pre_norms: of what they are given: 2 or 0.
-        is_fused: whether queries, keys and values are one matrix, and so are both that feed the activation (Phi-3).
+        gates_output: whether a sigmoid gates attention's output, from the matrix of the queries (Qwen3-Next).
+        is_fused: whether queries, keys and values are one matrix.
+        fuses_gate: whether both matrices that feed the activation are one.
         activation: of a feed-forward layer without a gate, fed by one matrix; None: two matrices feed it, one as a gate.
         has_layer_norm: whether normalisations are torch's LayerNorm, which saves its input only; else RMS, in operations.
         expert_tensors: tensors of f per token that an expert saves before its last product.
@@ -93,16 +66,13 @@ class Shape:
             layer: peft takes their names for those of tables), router (with all of these, but no table) or linears.
         is_eager: whether attention stores its scores, because transformers has no kernel for it.
         names: our name and theirs, of modules that are called otherwise.
-        extra_layer, extra_mixture, extra_outside: parameters of a layer, of a mixture's experts, and outside the layers that
-            the other fields do not count: biases, positions.
+        extra_layer, extra_outside: parameters of a layer, and outside the layers, that the other fields do not count: biases,
+            positions.
         soft_caps: whether scores are soft-capped, which no kernel without stored matrices computes here (Gemma 2).
-        window: keys that a query of a layer with a window sees; None: all layers see all.
-        num_global: layers without the window.
+        window: keys that a query sees; None: all.
         num_experts, experts_per_token, expert_size: of a mixture: experts, those that a token visits, their f. 0: dense.
-        shared_size: f of experts that every token visits.
-        num_dense: the first layers, which are dense in a mixture.
+        gates_shared: whether a sigmoid gates the expert that every token visits (Qwen2 with experts).
         latent: attention is latent; None: it is not.
-        scan: a recurrence is in attention's place, in all layers; None: there is none.
         max_length: positions; None: not said.
         stored_bytes: bytes of a weight in the model's files, 2 or 4.
     """
@@ -114,12 +84,18 @@ class Shape:
     num_heads: int
     num_key_heads: int
     head_dim: int
+    layers: tuple["Shape", ...] = ()
+    has_attention: bool = True
+    recurrence: Recurrence | None = None
+    mixer: str = "self_attn"
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: str = "none"
     num_post_norms: int = 0
     num_pre_norms: int = 2
+    gates_output: bool = False
     is_fused: bool = False
+    fuses_gate: bool = False
     activation: str | None = None
     has_layer_norm: bool = False
     expert_tensors: int = 3
@@ -128,20 +104,21 @@ class Shape:
     is_eager: bool = False
     names: tuple[tuple[str, str], ...] = ()
     extra_layer: int = 0
-    extra_mixture: int = 0
     extra_outside: int = 0
     soft_caps: bool = False
     window: int | None = None
-    num_global: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
-    shared_size: int = 0
-    num_dense: int = 0
+    gates_shared: bool = False
     latent: Latent | None = None
-    scan: Scan | None = None
     max_length: int | None = None
     stored_bytes: int = 4
+
+    @property
+    def kinds(self) -> tuple["Shape", ...]:
+        """Shapes of layers that are equal, each with their number."""
+        return self.layers or (self,)
 
     @property
     def queries(self) -> int:
@@ -161,19 +138,12 @@ class Shape:
     @property
     def num_mixtures(self) -> int:
         """Layers with experts."""
-        return max(0, self.num_layers - self.num_dense) if self.num_experts else 0
+        return sum(layer.num_layers for layer in self.kinds if layer.num_experts)
 
     @property
-    def convolved(self) -> int:
-        """Numbers per token that a recurrence's convolution takes: its input, and what goes into states and out of them."""
-        return self.queries + 2 * self.scan.num_groups * self.scan.state_size if self.scan else 0
-
     def attention_linears(self) -> list[Linear]:
-        """List the matrices of a layer's attention, or of the recurrence in its place."""
+        """Matrices of a layer's attention."""
         h, q, r = self.hidden_size, self.queries, self.keys
-        if self.scan:
-            width = q + self.convolved + self.num_heads
-            return [Linear("in_proj", h, width, "attention"), Linear("out_proj", q, h, "output")]
         if self.latent:
             rank, key_rank, rotated, value_dim = self.latent
             plain = self.head_dim - rotated
@@ -184,61 +154,75 @@ class Shape:
                 Linear("kv_b_proj", key_rank, self.num_heads * (plain + value_dim), "key_latent"),
                 Linear("o_proj", self.values, h, "output"),
             ]
-        inner = [Linear("q_proj", h, q, "attention"), Linear("k_proj", h, r, "attention")]
+        inner = [
+            Linear("q_proj", h, q * (2 if self.gates_output else 1), "attention"),
+            Linear("k_proj", h, r, "attention"),
+        ]
         inner += [Linear("v_proj", h, r, "attention")]
         if self.is_fused:
             inner = [Linear("qkv_proj", h, q + 2 * r, "attention")]
         return [*inner, Linear("o_proj", q, h, "output")]
 
-    def feed_forward_linears(self, size: int) -> list[Linear]:
-        """List the matrices of a feed-forward layer of this width."""
-        h = self.hidden_size
+    @property
+    def feed_forward_linears(self) -> list[Linear]:
+        """Matrices of a layer's feed-forward layer, a mixture's experts left out."""
+        h, size = self.hidden_size, self.intermediate_size
+        if not size:
+            return []
         down = Linear("down_proj", size, h, "down")
+        rest = [down, Linear("shared_expert_gate", h, 1, "feed_forward")] if self.gates_shared else [down]
         if self.activation:
-            return [Linear("up_proj", h, size, "feed_forward"), down]
-        if self.is_fused:
-            return [Linear("gate_up_proj", h, 2 * size, "feed_forward"), down]
-        return [Linear("gate_proj", h, size, "feed_forward"), Linear("up_proj", h, size, "feed_forward"), down]
+            return [Linear("up_proj", h, size, "feed_forward"), *rest]
+        if self.fuses_gate:
+            return [Linear("gate_up_proj", h, 2 * size, "feed_forward"), *rest]
+        return [Linear("gate_proj", h, size, "feed_forward"), Linear("up_proj", h, size, "feed_forward"), *rest]
 
-    def linears(self, is_mixture: bool) -> list[Linear]:
-        """List the matrices of a layer, a mixture's experts left out: they are tables, to which no adapter is added."""
-        size, names = self.shared_size if is_mixture else self.intermediate_size, dict(self.names)
-        linears = self.attention_linears() + (self.feed_forward_linears(size) if size else [])
-        return [linear._replace(name=names.get(linear.name, linear.name)) for linear in linears] if names else linears
+    @property
+    def linears(self) -> list[Linear]:
+        """Matrices of a layer, a mixture's experts left out: they are tables, to which no adapter is added."""
+        names = dict(self.names)
+        linears = self.attention_linears if self.has_attention else []
+        linears = linears + (self.recurrence.linears(self.hidden_size) if self.recurrence else [])
+        return [x._replace(name=names.get(x.name, x.name)) for x in linears + self.feed_forward_linears]
 
     @property
     def module_names(self) -> list[str]:
         """Names of modules, as `lora_targets` and `modules_to_save` name them."""
-        kinds = {False: self.num_mixtures < self.num_layers, True: self.num_mixtures > 0}
-        linears = [linear for kind, is_there in kinds.items() if is_there for linear in self.linears(kind)]
-        inside = {
-            "attention": "self_attn",
-            "output": "self_attn",
-            "query_latent": "self_attn",
-            "key_latent": "self_attn",
+        names = {
+            f"{'mlp' if linear.source in ('feed_forward', 'down') else layer.mixer}.{linear.name}": 1
+            for layer in self.kinds
+            for linear in layer.linears
+            if linear.source != UNADAPTED
         }
-        inside |= {"attention": "mixer", "output": "mixer"} if self.scan else {}
-        return [*{f"{inside.get(each.source, 'mlp')}.{each.name}": 1 for each in linears}, "embed_tokens", "lm_head"]
+        return [*names, "embed_tokens", "lm_head"]
+
+    @property
+    def expert_numbers(self) -> int:
+        """Parameters of the matrices of an expert of a mixture."""
+        return (2 if self.activation else 3) * self.hidden_size * self.expert_size
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of a layer that not every token visits."""
-        return self.num_experts * 3 * self.hidden_size * self.expert_size
+        return self.num_experts * self.expert_numbers
 
     @property
     def norm_parameters(self) -> int:
         """Parameters of a layer's normalisations, and its biases."""
         count = (self.num_pre_norms + self.num_post_norms) * self.hidden_size
+        if not self.has_attention:
+            return count
         count += {"none": 0, "head": 2 * self.head_dim, "width": self.queries + self.keys}[self.qk_norm]
         if self.latent:
             count += self.latent.query_rank + self.latent.key_rank
         return count + (self.queries + 2 * self.keys) * self.qkv_bias
 
-    def layer_parameters(self, is_mixture: bool) -> int:
-        """Count the parameters of a layer."""
-        count = sum(linear.size for linear in self.linears(is_mixture)) + self.norm_parameters + self.extra_layer
-        mixture = self.num_experts * self.hidden_size + self.expert_parameters + self.extra_mixture
-        return count + (mixture if is_mixture else 0)
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of a layer."""
+        count = sum(linear.size for linear in self.linears) + self.norm_parameters + self.extra_layer
+        count += self.recurrence.extra if self.recurrence else 0
+        return count + self.num_experts * self.hidden_size + self.expert_parameters
 
     @property
     def num_outside(self) -> int:
@@ -248,15 +232,13 @@ class Shape:
     @property
     def num_parameters(self) -> int:
         """N, all parameters; a tied head counts once."""
-        mixtures = self.num_mixtures
-        dense = (self.num_layers - mixtures) * self.layer_parameters(is_mixture=False)
-        return dense + mixtures * self.layer_parameters(is_mixture=True) + self.num_outside
+        return sum(layer.num_layers * layer.layer_parameters for layer in self.kinds) + self.num_outside
 
     @property
     def num_active(self) -> int:
         """Parameters that a token meets: of experts only those that it visits."""
-        idle = self.num_experts - self.experts_per_token
-        return self.num_parameters - self.num_mixtures * idle * 3 * self.hidden_size * self.expert_size
+        idle = sum(x.num_layers * (x.num_experts - x.experts_per_token) * x.expert_numbers for x in self.kinds)
+        return self.num_parameters - idle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,7 +326,7 @@ class Weights:
     @property
     def num_adapter(self) -> int:
         """Parameters of all adapters, B and A of each matrix, and DoRA's norms."""
-        return sum(count * self.count_adapter(is_mixture) for is_mixture, count in self.kinds)
+        return sum(layer.num_layers * self.count_adapter(layer) for layer in self.shape.kinds)
 
     @property
     def num_trained(self) -> int:
@@ -357,65 +339,58 @@ class Weights:
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are kept."""
         method = self.method
-        layers = sum(count * self.layer_weight_bytes(is_mixture) for is_mixture, count in self.kinds)
+        layers = sum(layer.num_layers * self.layer_weight_bytes(layer) for layer in self.shape.kinds)
         outside = method.weight_bytes * (self.num_outside - self._num_vocabulary)
         outside += (method.weight_bytes if method.trains_outside else method.matrix_bytes) * self._num_vocabulary
         if method.trains_outside:  # peft keeps the frozen ones beside those that it trains
             outside += method.adapter_bytes * (self.num_trained - self.num_adapter)
         return round(layers + outside)
 
-    def layer_weight_bytes(self, is_mixture: bool) -> float:
+    def layer_weight_bytes(self, layer: Shape) -> float:
         """Count the bytes of a layer's weights as they are kept, adapters included."""
-        method, shape = self.method, self.shape
-        matrices = sum(linear.size for linear in shape.linears(is_mixture))
-        others = shape.layer_parameters(is_mixture) - matrices
+        method = self.method
+        matrices = sum(linear.size for linear in layer.linears)
         # Normalisations, biases, routers and experts are no linear layers, which alone are held in fewer bytes
         matrix_bytes = method.quantized_bytes if method.is_quantized else method.matrix_bytes
-        adapters = method.adapter_bytes * self.count_adapter(is_mixture)
-        return matrices * matrix_bytes + others * method.weight_bytes + adapters
-
-    @property
-    def kinds(self) -> list[tuple[bool, int]]:
-        """Kinds of layers: whether they are mixtures, and their number."""
-        mixtures = self.shape.num_mixtures
-        return [(is_mixture, n) for is_mixture, n in ((False, self.num_layers - mixtures), (True, mixtures)) if n]
+        adapters = method.adapter_bytes * self.count_adapter(layer)
+        return matrices * matrix_bytes + (layer.layer_parameters - matrices) * method.weight_bytes + adapters
 
     @property
     def linears(self) -> list[Linear]:
         """Matrices of all layers; experts, which are tables, left out."""
-        return [linear for is_mixture, count in self.kinds for linear in self.shape.linears(is_mixture) * count]
+        return [linear for layer in self.shape.kinds for linear in layer.linears * layer.num_layers]
 
     @property
     def layer_matrices(self) -> list[tuple[int, int]]:
         """Rows and columns of `linears`."""
         return [(linear.out, linear.width) for linear in self.linears]
 
-    def count_adapter(self, is_mixture: bool) -> int:
+    def count_adapter(self, layer: Shape) -> int:
         """Count the parameters of the adapters of a layer."""
         if self.method.rank is None:
             return 0
-        adapted = self.list_adapted(is_mixture)
         rank, dora = self.method.rank, self.method.uses_dora
-        count = sum(rank * (linear.width + linear.out) + linear.out * dora for linear in adapted)
-        if is_mixture and self.adapts_experts:  # each expert's gate and up together at twice the rank, and the router
-            h, f = self.shape.hidden_size, self.shape.expert_size
-            count += rank * self.shape.num_experts * (2 * (h + 2 * f) + h + f)
-        if is_mixture and ALL_LINEAR in self.method.targets and self.shape.all_linear != "linears":
-            count += rank * (self.hidden_size + self.shape.num_experts)
+        count = sum(rank * (linear.width + linear.out) + linear.out * dora for linear in self.list_adapted(layer))
+        if (
+            layer.num_experts and self.adapts_experts
+        ):  # each expert's gate and up together at twice the rank, and the router
+            h, f = layer.hidden_size, layer.expert_size
+            count += rank * layer.num_experts * (2 * (h + 2 * f) + h + f)
+        if layer.num_experts and ALL_LINEAR in self.method.targets and layer.all_linear != "linears":
+            count += rank * (self.hidden_size + layer.num_experts)
         return count
 
-    def list_adapted(self, is_mixture: bool) -> list[Linear]:
+    def list_adapted(self, layer: Shape) -> list[Linear]:
         """List the matrices of a layer that get adapters."""
-        linears = [linear for linear in self.shape.linears(is_mixture) if self.method.is_adapted(linear.name)]
-        return [
-            linear for linear in linears if not self.adapts_experts or linear.source not in ("feed_forward", "down")
-        ]
+        linears = [x for x in layer.linears if self.method.is_adapted(x.name) and x.source != UNADAPTED]
+        # Beside tables of experts peft leaves out layers that are named like them; the gate of a shared expert is not
+        return [x for x in linears if not self.adapts_experts or x.out == 1 or x.source not in ("feed_forward", "down")]
 
     @property
     def adapts_experts(self) -> bool:
         """Whether peft adapts the tables of experts: with all-linear it does, of kinds that it knows."""
         is_all = self.method.rank is not None and ALL_LINEAR in self.method.targets
-        return is_all and self.shape.num_experts > 0 and self.shape.all_linear == "experts"
+        return is_all and any(layer.num_experts and layer.all_linear == "experts" for layer in self.shape.kinds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -444,7 +419,7 @@ class Activations(Weights):
 
     def saved_bytes(self, *, autocast: bool) -> int:
         """Count the bytes that the forward of a sample saves for its backward, nothing recomputed, logits excluded."""
-        layers = sum(count * self.layer_bytes(is_mixture, autocast=autocast) for is_mixture, count in self.kinds)
+        layers = sum(layer.num_layers * self.layer_bytes(layer, autocast=autocast) for layer in self.shape.kinds)
         return round(self.length * (layers + self.outside_bytes))
 
     @property
@@ -452,7 +427,7 @@ class Activations(Weights):
         """Bytes per token of the last normalisation, the last hidden states, and where the chunked head gathers them."""
         return self.hidden_size * (12 if self.method.rank is None else 8)
 
-    def layer_bytes(self, is_mixture: bool, *, autocast: bool) -> float:
+    def layer_bytes(self, layer: Shape, *, autocast: bool) -> float:
         """Count the bytes per token that a layer saves for its backward, with b = 4, but 2 under autocast, per number.
 
         normalisations      before a block 4 h each, the input in float32; 4 h more where their weights are trained
@@ -462,18 +437,20 @@ class Activations(Weights):
         feed-forward        gate, its activation, up: 3 b f
         adapters            b rank of each
         """
-        shape, method = self.shape, self.method
-        b = 2 if autocast else 4
-        needed = shape.linears(is_mixture) if method.rank is None else self.list_adapted(is_mixture)
-        total = 4.0 * shape.num_heads + b * (method.rank or 0) * len(needed)  # of attention its statistics
+        method, b = self.method, 2 if autocast else 4
+        needed = layer.linears if method.rank is None else self.list_adapted(layer)
+        total = 4.0 * layer.num_heads * layer.has_attention  # of attention its statistics
+        total += b * (method.rank or 0) * len(needed)
         total += sum(2 * b * x.out for x in needed) * method.uses_dora  # what both factors of the norm's gradient are
-        total += self.input_bytes(needed, is_mixture, autocast)
-        if is_mixture and shape.num_experts:
-            total += self._mixture_bytes(b)
-        total += self.norm_bytes(b) + self.attention_bytes(b)
-        return total + self.gate_bytes(b) * (shape.shared_size if is_mixture else shape.intermediate_size)
+        total += self.input_bytes(needed, layer, autocast)
+        if layer.num_experts:
+            total += self._mixture_bytes(layer, b)
+        total += self.norm_bytes(layer, b) + self.gate_bytes(b) * layer.intermediate_size
+        if layer.recurrence:
+            total += layer.recurrence.saved_bytes(b, self.sequence_length, method.rank is None)
+        return total + (self.attention_bytes(layer, b) if layer.has_attention else 0)
 
-    def input_bytes(self, needed: list[Linear], is_mixture: bool, autocast: bool) -> int:
+    def input_bytes(self, needed: list[Linear], layer: Shape, autocast: bool) -> int:
         """Count the bytes per token of the inputs that matrices need for their gradients.
 
         Autocast casts the input of each matrix anew, even where several share it: it keeps casts of weights only.
@@ -481,47 +458,32 @@ class Activations(Weights):
         inputs = needed if autocast else {x.source: x for x in needed}.values()
         return (2 if autocast else 4) * sum(x.width for x in inputs)
 
-    def norm_bytes(self, b: int) -> int:
+    def norm_bytes(self, layer: Shape, b: int) -> int:
         """Count the bytes per token of a layer's normalisations, which compute in float32."""
-        shape, is_full = self.shape, self.method.rank is None
+        is_full = self.method.rank is None
         # The input for the input's gradient, what it is scaled to for the weight's, and a statistic
-        each = 8 if is_full and not shape.has_layer_norm else 4
-        total = (shape.num_pre_norms + shape.num_post_norms) * (each * shape.hidden_size + 4)
-        if shape.qk_norm != "none":
+        each = 8 if is_full and not layer.has_layer_norm else 4
+        total = (layer.num_pre_norms + layer.num_post_norms) * (each * layer.hidden_size + 4)
+        if layer.qk_norm != "none" and layer.has_attention:
             # Llama's kind casts before its weight, Gemma's and OLMo's after it
-            is_cast_first = shape.qk_norm == "head" and not shape.num_post_norms
-            total += (4 + (b if is_cast_first else 4) * is_full) * (shape.queries + shape.keys)
+            is_cast_first = layer.qk_norm == "head" and not layer.num_post_norms
+            total += (4 + (b if is_cast_first else 4) * is_full) * (layer.queries + layer.keys)
         return total
 
-    def attention_bytes(self, b: int) -> int:
+    def attention_bytes(self, layer: Shape, b: int) -> int:
         """Count the bytes per token of queries, keys, values, output, and where they are stored, of the [T, T] matrices."""
-        shape = self.shape
-        if shape.scan:
-            return self._scan_bytes(b)
-        if shape.latent:
-            return b * (2 * shape.queries + 2 * shape.values)
-        whole = b * (shape.queries + shape.values)
+        if layer.latent:
+            return b * (2 * layer.queries + 2 * layer.values)
+        whole = b * (layer.queries + layer.values)
+        if (
+            layer.gates_output
+        ):  # its sigmoid, what it multiplies, and where nothing is cast, the gate beside the queries
+            whole += (2 if b == 2 else 3) * b * layer.queries
         if self.stores_scores:
             # Probabilities; of soft caps the hyperbolic tangent, and a copy of some kinds
-            pairs = b * (1 + shape.soft_caps + shape.copies_scores)
-            return whole + b * 2 * shape.keys + self._square * pairs
-        return whole + b * 2 * (shape.queries if shape.num_heads > shape.num_key_heads else shape.keys)
-
-    def _scan_bytes(self, b: int) -> int:
-        """Count the bytes per token of a recurrence, as transformers computes it without a kernel of its own.
-
-        The in-projection, the convolution before and after its activation; inputs, outputs and gates of heads; scores of a
-        chunk; what goes into states and out of them, repeated for all heads; states of all chunks, and with the first.
-        Autocast leaves what is no product in float32.
-        """
-        shape = self.shape
-        assert shape.scan is not None
-        _, state, chunk, _ = shape.scan
-        inner, heads, num_chunks = shape.queries, shape.num_heads, -(-self.sequence_length // chunk)
-        states = b * (2 * num_chunks + 1) * inner * state // self.sequence_length
-        if b == 2:
-            return states + 34 * inner + 4 * shape.convolved + heads * (8 * chunk + 12 * state + 12)
-        return states + 36 * inner + 12 * shape.convolved + heads * (12 * chunk + 20 * state + 20)
+            pairs = b * (1 + layer.soft_caps + layer.copies_scores)
+            return whole + b * 2 * layer.keys + self._square * pairs
+        return whole + b * 2 * (layer.queries if layer.num_heads > layer.num_key_heads else layer.keys)
 
     def gate_bytes(self, b: int) -> int:
         """Count the bytes per token and unit of f: gate, its activation, and up."""
@@ -538,38 +500,48 @@ class Activations(Weights):
     def stores_scores(self) -> bool:
         return self.eager_attention or self.shape.soft_caps or self.shape.is_eager
 
-    def _mixture_bytes(self, b: int) -> int:
+    def _mixture_bytes(self, layer: Shape, b: int) -> int:
         """Count the bytes per token of router and experts."""
-        shape = self.shape
-        k, h, f = shape.experts_per_token, shape.hidden_size, shape.expert_size
+        k, h, f = layer.experts_per_token, layer.hidden_size, layer.expert_size
         is_full = self.method.rank is None or self.adapts_experts
-        router = (b * h if is_full else 0) + 8 * shape.num_experts  # its scores, and their softmax in float32
-        return router + k * self.number_bytes * (shape.expert_tensors * f + h + ((h + f) if is_full else 0))
+        router = (b * h if is_full else 0) + 8 * layer.num_experts  # its scores, and their softmax in float32
+        return router + k * self.number_bytes * (layer.expert_tensors * f + h + ((h + f) if is_full else 0))
 
-    def temporary_bytes(self, autocast: bool) -> float:
-        """Count the bytes per token of gradients on their way through the feed-forward layer, traced on fake tensors."""
-        shape, h = self.shape, self.shape.hidden_size
-        f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
-        k, size = shape.experts_per_token, shape.expert_size
+    def temporary_bytes(self, layer: Shape, autocast: bool) -> float:
+        """Count the bytes per token of gradients on their way through a layer, traced on fake tensors."""
+        h, f, is_full = layer.hidden_size, layer.intermediate_size, self.method.rank is None
+        k, size = layer.experts_per_token, layer.expert_size
         # Of experts, gradients that are weighted and sorted; then those of gate, up and product, when the last matrix is done
         experts = self.number_bytes * k * max(3 * h, 2 * size - h) + 4 * h if k else 0
-        post, is_full = h * (shape.num_post_norms > 0), self.method.rank is None
+        post = h * (layer.num_post_norms > 0)
         # What the normalisation behind the feed-forward layer saved is gone by then, but in 16 bits its casts are not
         if is_full and autocast:
-            rest = 6.5 * h + 2 * f + (6 if shape.num_pre_norms else 12) * post
+            rest = 6.5 * h + 2 * f + (6 if layer.num_pre_norms else 12) * post
         elif autocast:
             rest = 9 * h + 8 * f
         else:
             rest = 4 * h + 8 * f - (6 if is_full else 2) * post
         rest = max(experts, rest if f else 0)
-        if shape.scan:  # of what heads give back and of their gate
-            return 8 * shape.queries
-        if not self.stores_scores:
+        if layer.recurrence:
+            rest = max(rest, layer.recurrence.temporary_bytes(2 if autocast else 4, self.sequence_length, is_full))
+        if not self.stores_scores or not layer.has_attention:
             return rest
         # Gradients of probabilities and of scores in float32, when what the feed-forward layer and both normalisations behind
         # it and behind attention saved is gone, and in 16 bits the cast probabilities, too
-        gone = (8 if autocast else 16) * f + shape.num_post_norms * (8 if is_full else 4) * h
+        gone = (8 if autocast else 16) * f + layer.num_post_norms * (8 if is_full else 4) * h
         return max(rest, (6 if autocast else 8) * self._square - gone)
+
+    def count_in_layer(self, *, autocast: bool, recomputed: bool) -> float:
+        """Count the bytes per token at the peak of a layer's backward, beside what other layers save.
+
+        Args:
+            autocast: in 16 bits.
+            recomputed: whether the layer's own tensors are computed again now, not saved.
+        """
+        return max(
+            self.temporary_bytes(layer, autocast) + recomputed * self.layer_bytes(layer, autocast=autocast)
+            for layer in self.shape.kinds
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -595,7 +567,7 @@ class Decoder(Activations):
         """Kernels of a layer's forward and backward, none fused: about 180, counted on fake tensors; 95 more of 7 adapters."""
         if self.method.rank is None:
             return 180
-        return 180 + round(95 / 7 * sum(self.method.is_adapted(linear.name) for linear in self.shape.linears(False)))
+        return 180 + round(95 / 7 * sum(self.method.is_adapted(x.name) for x in self.shape.kinds[0].linears))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Work
@@ -617,37 +589,22 @@ class Decoder(Activations):
         Attention of all pairs of tokens, not only of the causal half: kernels compute the half at about half the rate of
         matmuls. Within a window W a query is counted for 2 W - W^2 / T keys.
         """
-        shape = self.shape
         # The embedding is looked up, never multiplied; of experts only those that a token visits are
         head = self.hidden_size * (self.num_scored or self.vocab_size)
-        router = shape.num_mixtures * shape.num_experts * self.hidden_size
-        matrices = sum(linear.size for linear in self.linears) + head + router + self._num_visited
+        matrices = sum(linear.size for linear in self.linears) + head + self._num_routers + self._num_visited
         return round(self.length * (2 * matrices + 2 * self.num_adapter) + self.attention_flops / 3)
 
     @property
     def attention_flops(self) -> float:
         """FLOPs of attention's products, forward and backward: see `forward_flops`."""
-        shape, t = self.shape, self.sequence_length
-        if shape.scan:
-            return 3 * self.length * self.num_layers * self._scan_flops
-        seen: list[float] = [t] * self.num_layers
-        if shape.window is not None and shape.window < t:
-            near = 2 * shape.window - shape.window**2 / t
-            seen = [t] * shape.num_global + [near] * (self.num_layers - shape.num_global)
-        return 3 * self.length * 2 * (shape.queries + shape.values) * sum(seen)
-
-    @property
-    def _scan_flops(self) -> float:
-        """FLOPs per token of a recurrence's forward: its convolution, products within chunks, into and out of states.
-
-        Last, transformers multiplies the states of all chunks by a matrix of their decays.
-        """
-        shape, t = self.shape, self.sequence_length
-        assert shape.scan is not None
-        _, state, chunk, kernel = shape.scan
-        within = 2 * chunk * (state + shape.head_dim) + 4 * state * shape.head_dim
-        between = 2 * (-(-t // chunk) + 1) ** 2 * state * shape.head_dim / t
-        return 2 * kernel * shape.convolved + shape.num_heads * (within + between)
+        t, total = self.sequence_length, 0.0
+        for layer in self.shape.kinds:
+            seen: float = t
+            if layer.window is not None and layer.window < t:
+                seen = 2 * layer.window - layer.window**2 / t
+            flops = 2 * (layer.queries + layer.values) * seen * layer.has_attention
+            total += layer.num_layers * (flops + (layer.recurrence.flops(t) if layer.recurrence else 0))
+        return 3 * self.length * total
 
     @property
     def head_size(self) -> int:
@@ -655,9 +612,14 @@ class Decoder(Activations):
         return self.shape.queries // self.shape.num_heads
 
     @property
+    def _num_routers(self) -> int:
+        """Parameters of all routers."""
+        return sum(layer.num_layers * layer.num_experts * self.hidden_size for layer in self.shape.kinds)
+
+    @property
     def _num_visited(self) -> int:
         """Parameters of all experts that a token visits."""
-        return self.shape.num_mixtures * self.shape.experts_per_token * 3 * self.hidden_size * self.shape.expert_size
+        return sum(x.num_layers * x.experts_per_token * x.expert_numbers for x in self.shape.kinds)
 
     @property
     def flops_per_sample(self) -> int:
@@ -726,15 +688,19 @@ class Decoder(Activations):
                                    checkpointing what the largest layer saves; gradients on their way (`temporary_bytes`)
         """
         tokens, shape, is_full = self.rows(num_samples), self.shape, self.method.rank is None
-        layers = [(count, self.layer_bytes(is_mixture, autocast=autocast)) for is_mixture, count in self.kinds]
-        saved, again = sum(count * size for count, size in layers), 0.0
+        saved = sum(layer.num_layers * self.layer_bytes(layer, autocast=autocast) for layer in shape.kinds)
         if gradient_checkpointing:  # the inputs stay float32, also under autocast, as the residual stream does
-            saved, again = 4 * shape.hidden_size * self.num_layers, max(size for _, size in layers)
+            saved = 4 * shape.hidden_size * self.num_layers
         fixed, gradient = self._expert_sums(gradient_checkpointing)
         if is_full:  # the gradient of the largest matrix, before it is added to what was there
-            gradient += (2 if autocast else 4) * shape.hidden_size * max(shape.intermediate_size, shape.expert_size)
+            gradient += (
+                (2 if autocast else 4)
+                * shape.hidden_size
+                * max(max(layer.intermediate_size, layer.expert_size) for layer in shape.kinds)
+            )
         outside = round(saved * tokens + self.outside_bytes * tokens) + fixed
-        in_layer = round((saved + again) * tokens + self.temporary_bytes(autocast) * tokens) + fixed + gradient
+        in_layer = self.count_in_layer(autocast=autocast, recomputed=gradient_checkpointing)
+        in_layer = round((saved + in_layer) * tokens) + fixed + gradient
         heads = self.head_bytes(num_samples, autocast)
         caches, working = self._caches(autocast, gradient_checkpointing), self.dequantized_bytes
         waiting = 4 * self.vocab_size * shape.hidden_size * (shape.tied_head and is_full and not self.num_scored)
@@ -749,9 +715,9 @@ class Decoder(Activations):
 
         peft adds an adapter's product to a table before it multiplies by it.
         """
-        tables = self.shape.expert_parameters * self.number_bytes
+        tables = max(layer.expert_parameters for layer in self.shape.kinds) * self.number_bytes
         sums, gradient = tables * self.adapts_experts, 0
-        if self.shape.num_mixtures and (self.method.rank is None or self.adapts_experts):
+        if tables and (self.method.rank is None or self.adapts_experts):
             gradient = 2 * tables // 3  # of one table, before it is added to what was there
             gradient += 2 * sums // 3 * gradient_checkpointing  # and the table, computed again
         return 0 if gradient_checkpointing else sums * self.shape.num_mixtures, gradient
@@ -767,16 +733,15 @@ class Decoder(Activations):
 
         A frozen weight's copy is kept for the backward like an activation. Experts are tables, which autocast does not cast.
         """
-        method, shape = self.method, self.shape
+        method = self.method
         if not autocast:
             return 0, 0, 0
         cast = 2 if method.matrix_bytes == 4 and not method.is_quantized else 0
-        routers = shape.num_mixtures * shape.num_experts * self.hidden_size
-        matrices = (sum(linear.size for linear in self.linears) + routers) * cast
+        matrices = (sum(linear.size for linear in self.linears) + self._num_routers) * cast
         adapters = 2 * self.num_adapter if method.adapter_bytes == 4 else 0
         if not gradient_checkpointing:
             return (matrices + adapters,) * 3
-        layer = max(sum(linear.size for linear in shape.linears(is_mixture)) for is_mixture, _ in self.kinds)
+        layer = max(sum(linear.size for linear in layer.linears) for layer in self.shape.kinds)
         return matrices if method.rank is None else adapters, 0, layer * cast + adapters // self.num_layers
 
     def sharded_peaks(
@@ -804,9 +769,10 @@ class Decoder(Activations):
 
     def count_gathered(self, gathered_bytes: int) -> tuple[float, int, int]:
         """Count the bytes of a gathered layer, and the trained parameters of a layer and outside the layers."""
-        method, is_mixture = self.method, self.shape.num_mixtures > 0
-        adapter = self.count_adapter(is_mixture)
-        size = self.shape.layer_parameters(is_mixture) + adapter
-        layer = self.layer_weight_bytes(is_mixture) if method.is_quantized else gathered_bytes * size
+        method = self.method
+        largest = max(self.shape.kinds, key=lambda layer: layer.layer_parameters)
+        adapter = self.count_adapter(largest)
+        size = largest.layer_parameters + adapter
+        layer = self.layer_weight_bytes(largest) if method.is_quantized else gathered_bytes * size
         is_full = method.rank is None
         return layer, size if is_full else adapter, self.num_outside * (is_full or method.trains_outside)

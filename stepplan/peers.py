@@ -9,8 +9,9 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
-from stepplan.decoder import NF4_BLOCK, Decoder, Linear, Tuning
+from stepplan.decoder import NF4_BLOCK, Decoder, Shape, Tuning
 from stepplan.memory import Memory, count_trained, planned_memory
+from stepplan.recurrences import Linear
 from stepplan.timing import Software
 from stepplan.transformer import Peak
 
@@ -85,49 +86,45 @@ class PeerDecoder(Decoder):
     def outside_bytes(self) -> int:
         return 6 * self.hidden_size
 
-    def layer_bytes(self, is_mixture: bool, *, autocast: bool) -> float:
-        return super().layer_bytes(is_mixture, autocast=True)
+    def layer_bytes(self, layer: Shape, *, autocast: bool) -> float:
+        return super().layer_bytes(layer, autocast=True)
 
-    def input_bytes(self, needed: list[Linear], is_mixture: bool, autocast: bool) -> int:
+    def input_bytes(self, needed: list[Linear], layer: Shape, autocast: bool) -> int:
         """Count the bytes per token of the inputs of matrices: those that share one keep it once, as nothing is cast."""
-        shape, kept = self.shape, 0
+        kept = 0
         if self.method.is_quantized:
-            widths = 3 * shape.hidden_size + shape.values + self._feed_forward_size(is_mixture)
+            widths = 3 * layer.hidden_size + layer.values + layer.intermediate_size
             kept = self.quantized_input_bytes * widths
         if self.drops_inputs and self.method.rank is not None:
             return kept + 3 * sum(x.width for x in needed)
-        return kept + super().input_bytes(needed, is_mixture, autocast=False) // 2
+        return kept + super().input_bytes(needed, layer, autocast=False) // 2
 
-    def _feed_forward_size(self, is_mixture: bool) -> int:
-        return self.shape.shared_size if is_mixture else self.shape.intermediate_size
-
-    def norm_bytes(self, b: int) -> int:
+    def norm_bytes(self, layer: Shape, b: int) -> int:
         """Count the bytes per token of normalisations: compiled, input and output; else a float32 copy, and the output."""
-        shape, is_full = self.shape, self.method.rank is None
-        num_norms = shape.num_pre_norms + shape.num_post_norms
+        is_full = self.method.rank is None
+        num_norms = layer.num_pre_norms + layer.num_post_norms
         if self.kernels == "compiled":
-            return 2 * num_norms * shape.hidden_size + 4
-        total = num_norms * ((6 if is_full else 4) * shape.hidden_size + 4)
-        if shape.qk_norm != "none":
-            is_cast_first = shape.qk_norm == "head" and not shape.num_post_norms
-            total += (4 + (b if is_cast_first else 4) * is_full) * (shape.queries + shape.keys)
+            return 2 * num_norms * layer.hidden_size + 4
+        total = num_norms * ((6 if is_full else 4) * layer.hidden_size + 4)
+        if layer.qk_norm != "none" and layer.has_attention:
+            is_cast_first = layer.qk_norm == "head" and not layer.num_post_norms
+            total += (4 + (b if is_cast_first else 4) * is_full) * (layer.queries + layer.keys)
         return total
 
     def gate_bytes(self, b: int) -> int:
         """Count the bytes per token and unit of f: compiled, the activation is computed again from gate and up."""
         return (2 if self.kernels == "compiled" else 3) * b
 
-    def temporary_bytes(self, autocast: bool) -> float:
-        shape = self.shape
-        f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
-        return 6 * shape.hidden_size + 4 * max(f, 2 * shape.experts_per_token * shape.expert_size)
+    def temporary_bytes(self, layer: Shape, autocast: bool) -> float:
+        f = max(layer.intermediate_size, 2 * layer.experts_per_token * layer.expert_size)
+        return 6 * layer.hidden_size + 4 * f
 
     # ------------------------------------------------------------------------------------------------------- memory
 
-    def layer_weight_bytes(self, is_mixture: bool) -> float:
-        total, method = super().layer_weight_bytes(is_mixture), self.method
-        if is_mixture and method.is_quantized and self.quantizes_experts:
-            total -= self.shape.expert_parameters * (method.weight_bytes - method.quantized_bytes)
+    def layer_weight_bytes(self, layer: Shape) -> float:
+        total, method = super().layer_weight_bytes(layer), self.method
+        if method.is_quantized and self.quantizes_experts:
+            total -= layer.expert_parameters * (method.weight_bytes - method.quantized_bytes)
         return total
 
     def rows(self, num_samples: int) -> int:
@@ -146,18 +143,15 @@ class PeerDecoder(Decoder):
 
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
         tokens, shape = self.rows(num_samples), self.shape
-        layers = [(count, self.layer_bytes(is_mixture, autocast=autocast)) for is_mixture, count in self.kinds]
-        saved, again = sum(count * size for count, size in layers), 0.0
+        saved = sum(layer.num_layers * self.layer_bytes(layer, autocast=autocast) for layer in shape.kinds)
         fixed, gradient = self._expert_sums(gradient_checkpointing)
         if gradient_checkpointing and self.recomputed == "all":
             saved = 2 * shape.hidden_size * self.num_layers * (not self.offloads_inputs)
         elif gradient_checkpointing:  # selective: layers' inputs, every second matmul's output, attention's output
-            kept = 4 * shape.hidden_size + 2 * shape.queries + 2 * shape.values + 2 * shape.keys
-            saved = self.num_layers * (kept + 2 * shape.intermediate_size)
-        if gradient_checkpointing:
-            again = max(size for _, size in layers)
+            saved = sum(layer.num_layers * self.count_kept(layer) for layer in shape.kinds)
         outside = round(saved * tokens + self.outside_bytes * tokens) + fixed
-        in_layer = round((saved + again) * tokens + self.temporary_bytes(autocast) * tokens) + fixed + gradient
+        in_layer = self.count_in_layer(autocast=autocast, recomputed=gradient_checkpointing)
+        in_layer = round((saved + in_layer) * tokens) + fixed + gradient
         heads, working = self.head_bytes(num_samples, autocast), self.dequantized_bytes
         waiting = 2 * self.vocab_size * shape.hidden_size * (shape.tied_head and self.method.rank is None)
         return (
@@ -166,10 +160,16 @@ class PeerDecoder(Decoder):
             Peak(0, in_layer, waiting, working),
         )
 
+    @staticmethod
+    def count_kept(layer: Shape) -> int:
+        """Count the bytes per token that selective checkpointing keeps of a layer: products of every second matrix."""
+        visited = layer.intermediate_size + layer.experts_per_token * layer.expert_size
+        attention = (layer.queries + layer.values + layer.keys) * layer.has_attention
+        return 4 * layer.hidden_size + 2 * (attention + visited)
+
     def last_peak(self, num_samples: int, autocast: bool) -> Peak:
         """Count the bytes of `peaks` in the backward of the first layer, the last one to be computed."""
-        layer = max(self.layer_bytes(is_mixture, autocast=autocast) for is_mixture, _ in self.kinds)
-        activations = round((layer + self.temporary_bytes(autocast)) * self.rows(num_samples))
+        activations = round(self.count_in_layer(autocast=autocast, recomputed=True) * self.rows(num_samples))
         return Peak(0, activations, 0, self.dequantized_bytes)
 
     def sharded_peaks(

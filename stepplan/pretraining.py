@@ -94,7 +94,10 @@ def read_shape(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "num_hidden_layers": shape.num_layers,
     }
     fields |= {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_key_heads}
-    fields |= {"intermediate_size": shape.intermediate_size, "tie_word_embeddings": shape.tied_head}
+    fields |= {
+        "intermediate_size": shape.intermediate_size or shape.expert_size,
+        "tie_word_embeddings": shape.tied_head,
+    }
     fields |= {"vocab_size": shape.vocab_size, "tokenizer_name": None}
     if shape.max_length is not None:
         fields["max_position_embeddings"] = shape.max_length

@@ -80,7 +80,7 @@ def test_parameters_are_the_real_models(name):
     layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     shape = model_from_recipe(recipe)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
-    of_layer = shape.layer.num_parameters if isinstance(shape, Transformer) else shape.shape.layer_parameters(False)
+    of_layer = shape.layer.num_parameters if isinstance(shape, Transformer) else shape.shape.layer_parameters
     assert of_layer == sum(p.numel() for p in layers[-1].parameters())
 
 

@@ -68,7 +68,7 @@ def test_what_is_typed_may_not_contradict(tmp_path):
 def test_another_architecture_is_named(tmp_path):
     RobertaConfig().save_pretrained(tmp_path)
     with pytest.raises(
-        UsageError, match=r"of type 'roberta', but bert_pretraining trains bert: give a checkpoint of bert;"
+        UsageError, match=r"of type 'roberta', but bert_pretraining trains bert. Give a checkpoint of bert;"
     ):
         load("bert_base", {"model_name_or_path": str(tmp_path)})
 

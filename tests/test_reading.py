@@ -2,11 +2,13 @@
 
 import ast
 import json
+import math
 import os
 import socket
 from pathlib import Path
 
 import pytest
+from transformers import Mamba2Config
 
 from samestep.errors import UsageError
 from samestep.recipe import reading
@@ -167,3 +169,15 @@ def test_a_cache_that_is_damaged_is_measured_again(tmp_path):
     capacity.FILE.unlink()
     os.mkfifo(capacity.FILE)
     assert capacity._read_all() == {}
+
+
+def test_numbers_that_json_has_no_form_for_are_read_as_transformers_writes_them(tmp_path):
+    config = Mamba2Config(num_heads=8, head_dim=8, hidden_size=32)
+    config.save_pretrained(tmp_path)
+    values = reading.read_json(tmp_path / "config.json", "the configuration")
+    assert values["time_step_limit"] == [0.0, math.inf] == list(config.time_step_limit)
+    text = '{"low": {"__float__": "-Infinity"}, "none": {"__float__": "NaN"}, "other": {"__float__": "much"}}'
+    values = reading.parse_json(text, "it")
+    assert values["low"] == -math.inf
+    assert math.isnan(values["none"])
+    assert values["other"] == {"__float__": "much"}

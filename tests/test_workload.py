@@ -133,11 +133,9 @@ def test_a_pair_is_two_sequences():
 
 def test_a_window_and_long_sequences():
     shape = base_models.shape_from_config(base_models.find_base_model("gemma-3-4b"), "it")
-    assert (shape.window, shape.num_global) == (1024, 5)
-    near, far = (
-        decoder.Decoder(shape=dataclasses.replace(shape, window=window), sequence_length=131_072)
-        for window in (1024, None)
-    )
+    assert [(layer.window, layer.num_layers) for layer in shape.kinds] == [(1024, 29), (None, 5)]
+    whole = dataclasses.replace(shape, layers=(), window=None)
+    near, far = (decoder.Decoder(shape=each, sequence_length=131_072) for each in (shape, whole))
     assert near.flops_per_sample < 0.35 * far.flops_per_sample
     assert near.saved_bytes(autocast=True) == far.saved_bytes(autocast=True)  # no [T, T] matrix is kept
 

@@ -60,7 +60,9 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
     import peft  # takes seconds
 
     targets = list(recipe.lora_targets)
-    check_module_names(recipe, [name for name, _ in model.named_modules()], type(model).__name__)
+    excluded = find_unused_modules(model)
+    names = [name for name, _ in model.named_modules() if name not in excluded]
+    check_module_names(recipe, names, type(model).__name__)
     generating = peft.TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else peft.TaskType.CAUSAL_LM
     without_head = generating if model.can_generate() else peft.TaskType.FEATURE_EXTRACTION
     config = peft.LoraConfig(
@@ -70,6 +72,7 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
         lora_alpha=recipe.lora_alpha or recipe.lora_rank,
         lora_dropout=recipe.lora_dropout or 0.0,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        exclude_modules=excluded or None,
         use_rslora=recipe.use_rslora,
         use_dora=recipe.use_dora,
         modules_to_save=list(recipe.modules_to_save) if recipe.modules_to_save else None,
@@ -93,6 +96,12 @@ def add_lora(model: PreTrainedModel, recipe: Any) -> Any:
     if start is not None:
         _go_on_with(adapted, start)
     return adapted
+
+
+def find_unused_modules(model: torch.nn.Module) -> list[str]:
+    """Find the linear layers that no adapter may be on: a kernel of Mamba 2 multiplies by their weights, not by the layers."""
+    scans = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    return [f"{name}.out_proj" for name in scans]
 
 
 def find_start(recipe: Any) -> tuple[str | None, Path | None]:

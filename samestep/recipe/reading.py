@@ -79,12 +79,22 @@ def parse_json(text: str | bytes, origin: str) -> dict[str, Any]:
     if len(text) > MAX_JSON_BYTES:
         raise UsageError(f"{origin} cannot be read: it has more than {MAX_JSON_BYTES:,} bytes")
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_hook=_decode_float)
     except ValueError as error:
         raise UsageError(f"{origin} is not JSON: {_shorten(error)}") from None
     except RecursionError:
         raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most") from None
     return _check_mapping(values, origin, 'an object: {"field": value}')
+
+
+def _decode_float(values: dict[str, Any]) -> Any:
+    """Decode an object that stands for a number without a form in JSON, as transformers writes it into a config.json.
+
+    >>> _decode_float({"__float__": "-Infinity"}), _decode_float({"size": 3})
+    (-inf, {'size': 3})
+    """
+    text = values.get("__float__") if len(values) == 1 else None
+    return float(text) if text in ("Infinity", "-Infinity", "NaN") else values
 
 
 def read_text(path: Path, origin: str, max_bytes: int = MAX_TEXT_BYTES) -> str:

@@ -109,6 +109,14 @@ def _is_scaler(value: Any) -> bool:
     )
 
 
+def _is_streams(value: Any) -> bool:
+    """Tell whether a value is the places of streams (`samestep.contrib.streaming.streams.Mark`), by their numbers."""
+    return type(value) is dict and all(
+        name.isdecimal() and type(mark) is list and len(mark) == MARK and all(map(_is_count, mark))
+        for name, mark in value.items()
+    )
+
+
 def _is_growth(value: Any) -> bool:
     """Tell whether a value is a `NoiseFollower.record` (`samestep.contrib.noise.growth`)."""
     if type(value) is not dict or not _is_count(value.get("since")):
@@ -194,6 +202,8 @@ SETTINGS = {
     "reproducible": SINGLE,
 }
 """Field of settings.json -> its rule, of those that something computes with or shows; the others are `PLAIN`."""
+MARK = 7
+"""Whole numbers of the place of a stream."""
 STATE = {
     "step": COUNT,
     "recipe_fingerprint": NAME,
@@ -204,6 +214,7 @@ STATE = {
     "exact_sum": FieldRule(
         f"settings, and an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}", _is_exact_sum
     ).or_null(),
+    "streams": FieldRule("whole numbers of each virtual stream, by its number", _is_streams).or_null(),
     "growth": FieldRule("stages from 0 on, measurements, and the steps since", _is_growth).or_null(),
 }
 """Field of a checkpoint's state.json -> its rule."""

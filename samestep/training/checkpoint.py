@@ -123,6 +123,7 @@ class State:
         exact_sum: what the next step's bits depend on beside all this, under --reproducible: the settings that decide them,
             and the exponent of the last gradients; None: the run is not reproducible.
         growth: of a batch that follows the measured noise, stages and measurements as plain numbers; None: it does not.
+        streams: of streamed samples, the place of each virtual stream, integers by its number; None: they are not streamed.
     """
 
     step: int = 0
@@ -133,6 +134,7 @@ class State:
     scaler: dict[str, Any] | None = None
     exact_sum: dict[str, Any] | None = None
     growth: dict[str, Any] | None = None
+    streams: dict[str, Any] | None = None
 
 
 class DamagedCheckpoint(Exception):
@@ -683,7 +685,7 @@ def _verify(folder: Path) -> State:
             with safe_open(folder / name, "pt") as file:
                 file.keys()
         record = read_json(folder / "state.json", "state.json")
-        record = {"exact_sum": None, "growth": None} | record  # earlier versions had none
+        record = {"exact_sum": None, "growth": None, "streams": None} | record  # earlier versions had none
         if problems := find_problems(record, STATE):
             raise ValueError("; ".join(problems.values()))
         state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})

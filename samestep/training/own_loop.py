@@ -10,6 +10,7 @@ over all micro-batches of all processes; `Step.loss` computes a micro-batch's pa
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -29,7 +30,7 @@ from samestep._internals.accelerate_state import prepared_schedulers
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.per_sample import PerSample
-from samestep.data.steps import MicroBatch, Steps
+from samestep.data.steps import MicroBatch, StepData, Steps
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.step.accumulate import iterate_micro_batches, total_counts
@@ -254,13 +255,17 @@ def exact_steps(
     for name, value in (("collate", collate), ("targets", targets), ("length", length or len)):
         if not callable(value):
             problems.append(f"{name} is {type(value).__name__}, must be a function")
+    if num_steps is None and hasattr(dataset, "make_order"):
+        problems.append("dataset is a stream, whose length is not known: give num_steps")
     if num_epochs is not None and num_steps is not None:
         problems.append(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give one of them")
     if max_tokens is not None and length is None:
         problems.append(f"max_tokens is {max_tokens}, but length is missing: give length=, a sample's number of tokens")
     if problems:
         raise UsageError(problems)
-    order = Order(len(dataset), global_batch_size, seed, epoch_end)
+    # A stream brings an order of its own, and reads what a process needs of it (samestep.contrib.streaming)
+    make_order = getattr(dataset, "make_order", functools.partial(Order, len(dataset)))
+    order = make_order(global_batch_size, seed, epoch_end)
     last = order.num_steps(1 if num_epochs is None else num_epochs) if num_steps is None else num_steps
     if not 0 <= first_step <= last:
         raise UsageError(f"first_step is {first_step}, must be 0 to {last}, the number of steps")
@@ -270,7 +275,7 @@ def exact_steps(
         per_device_train_batch_size=per_device_batch_size,
     )
     source: Any = _Source(dataset, collate, targets, length)  # of which no kernel is chosen: it has no longest sample
-    steps = Steps(
+    steps = getattr(dataset, "steps_class", Steps)(
         source,
         order,
         layout,
@@ -284,11 +289,19 @@ def exact_steps(
 
 
 class ExactSteps:
-    """The steps of a training, of type `Step`. See `exact_steps`."""
+    """The steps of a training, of type `Step`. See `exact_steps`.
+
+    Attributes:
+        accelerator: as given.
+        last: this process's data of the last step that was given; None: none was.
+    """
+
+    last: StepData | None
 
     def __init__(self, accelerator: Accelerator, steps: Steps, numbers: range, num_workers: int, noise: Noise | None):
         self._accelerator, self._steps, self._numbers, self._num_workers = accelerator, steps, numbers, num_workers
         self._noise = noise
+        self.accelerator, self.last = accelerator, None
 
     def __len__(self) -> int:
         """Count the optimizer steps that are left, which a scheduler needs to know."""
@@ -307,6 +320,7 @@ class ExactSteps:
         per_epoch, dtype = self._steps.order.steps_per_epoch, None
         with _reserve_accelerator(self._accelerator, "exact_steps"):
             for data in loader:
+                self.last = data
                 dtype = dtype or agree_on_dtype(self._accelerator, data.counts)
                 counts = total_counts(self._accelerator, convert_counts(data.counts, dtype))
                 micro_batches = [

@@ -13,6 +13,7 @@ from samestep.recipe import rehearsal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.schedule import LearningRates
+from samestep.training import ways
 from samestep.training.launch import waits_in_forward
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def plan_training(
     Returns:
         The samples of each step, the number of steps, the learning rate of each.
     """
-    order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
+    order = ways.choose_order(recipe)(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
     if recipe.batch_schedule is not None:
         plan = recipe.batch_schedule.plan_steps(recipe, num_samples, decided)
         assert plan is not None, "the number of samples is known"
@@ -98,7 +99,7 @@ def cut_steps(run: "Run", train: Any) -> Steps:
         run: the run.
         train: the training data.
     """
-    steps = Steps(
+    steps = ways.choose_steps(run.recipe)(
         train,
         run.plan.order,
         run.plan.layout,

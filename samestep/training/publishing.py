@@ -76,7 +76,8 @@ def save_best(run: "Run", model: Any) -> None:
 def describe_data(run: "Run") -> dict[str, Any]:
     """Return what is known of the training data, name -> value: their place, samples, documents and tokens."""
     train, held_out = run.data
-    facts = {"data": run.recipe.data_name, "train_samples": len(train)}
+    num_samples = None if hasattr(train, "num_samples") else len(train)  # which a stream does not know
+    facts = {"data": run.recipe.data_name, "train_samples": num_samples}
     for name, attribute in (("train_documents", "num_documents"), ("train_tokens", "num_tokens")):
         facts[name] = getattr(train, attribute, None)
     facts["eval_samples"] = None if held_out is None else len(held_out)

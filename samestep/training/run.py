@@ -139,13 +139,14 @@ class Run:
             build: function of a module of `samestep.data`, called with the recipe, the number of workers and `options`.
         """
         with self.accelerator.local_main_process_first():
+            build = ways.choose_build(self.recipe, build)
             self.data = build(self.recipe, self.settings.preprocessing_num_workers, *options)
         train, held_out = self.data
         if held_out is None:
             self.say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")
         report_rows(train, self.output_dir if self.accelerator.is_main_process else None, self.say)
         mixture = getattr(train, "mixture", ())
-        num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
+        num_uses = sum(uses for _, uses in mixture) if mixture else getattr(train, "num_samples", len(train))
         self.plan.lay_out(num_uses, mixture, self.start.stages)
         if changes := self.start.check_earlier_steps(self.plan, self.reduction):
             self.say(changes)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
+from samestep.cut.order import Order
+from samestep.data.steps import Steps
 from samestep.recipe.extras import is_there, load_way
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
@@ -40,6 +42,7 @@ ANSWERS, DEVIATION = "samestep.contrib.generation:Answers", "samestep.contrib.wh
 TARGETS = "samestep.contrib.generated_targets:Targets"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 ROUTERS = "samestep.contrib.whole_batch.router_loss:RouterLoad"
+POSITION = "samestep.contrib.streaming.steps:StreamPosition"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
@@ -47,6 +50,7 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
     (DEVIATION, lambda run: _depends_on_cut(run.recipe) and is_there(DEVIATION)),  # nor for that
     (ROUTERS, lambda run: _balances_experts(run.recipe)),
+    (POSITION, lambda run: is_streamed(run.recipe)),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
@@ -61,6 +65,30 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
 EXPERTS = "samestep.contrib.whole_batch.expert_term:ExpertTerm"
 TRAINERS = {"sentence_transformers": "samestep.contrib.whole_batch.embedding_trainer:EmbeddingStep"}
 """Package of trainers -> MODULE:CLASS of what `exact` adds to them."""
+
+
+def is_streamed(recipe: Any) -> bool:
+    """Tell whether the samples of a recipe are read as the training goes."""
+    return bool(getattr(recipe, "streaming", False))
+
+
+def choose_build(recipe: Recipe, build: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Choose what builds the data of a recipe: `build`, or what streams them."""
+    if is_streamed(recipe):
+        build = _load("samestep.contrib.streaming.samples:build")
+    return build
+
+
+def choose_order(recipe: Recipe) -> type[Order]:
+    """Choose the class of the order of the samples."""
+    kind: type[Order] = _load("samestep.contrib.streaming.streams:StreamOrder") if is_streamed(recipe) else Order
+    return kind
+
+
+def choose_steps(recipe: Recipe) -> type[Steps]:
+    """Choose the class that cuts the steps."""
+    kind: type[Steps] = _load("samestep.contrib.streaming.steps:StreamSteps") if is_streamed(recipe) else Steps
+    return kind
 
 
 def _depends_on_cut(recipe: Any) -> bool:

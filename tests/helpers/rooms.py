@@ -15,8 +15,8 @@ OWN = {
         """.split(),
     "samestep.contrib": """
         accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers train_embeddings watch
-        whole_batch
+        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers streaming
+        train_embeddings watch whole_batch
         """.split(),
 }
 """Room -> names of files of its tests, test_NAME.py."""

@@ -29,6 +29,7 @@ from samestep.recipe.tasks.decoder import (
     list_decoder_rules,
     list_shape_rules,
 )
+from samestep.recipe.tasks.streamed import StreamedTexts
 
 WEIGHTS = (
     "must be numbers greater than 0, up to 1,000",
@@ -56,7 +57,7 @@ DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CausalLmFineTuning(ExpertsRecipe):
+class CausalLmFineTuning(StreamedTexts, ExpertsRecipe):
     """Fine-tuning a causal language model: all of it or adapters (LoRA), on conversations or on preferences."""
 
     extra: ClassVar[str | None] = "text"
@@ -167,6 +168,16 @@ class CausalLmFineTuning(ExpertsRecipe):
     """Fields of `shape`."""
 
     rules = rows(
+        Rule(
+            lambda f: f.streaming and f.objective == "dpo",
+            "objective is dpo, but streaming is true, and a reference model scores all pairs before the training",
+            "set objective to orpo or simpo, or streaming to false",
+        ),
+        Rule(
+            lambda f: f.streaming and f.images,
+            "images is true, but streaming is true, and only texts are streamed",
+            "set streaming to false",
+        ),
         Rule(
             lambda f: f.optimizer == "adamw_8bit" and f.accumulation == "optimizer",
             "accumulation is optimizer, but optimizer is adamw_8bit, whose moments would be rounded in every micro-batch",

@@ -6,6 +6,7 @@ from typing import ClassVar
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Rule, belongs_to, rows
 from samestep.recipe.settings import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, VOCABULARY, choice, setting
+from samestep.recipe.tasks.streamed import StreamedTexts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class TextPretraining(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CausalPretraining(TextPretraining):
+class CausalPretraining(StreamedTexts, TextPretraining):
     """The fields that recipes of pretraining by next tokens share: how documents become samples."""
 
     # Data
