@@ -41,7 +41,7 @@ def measure(server: Server, program: corpus.Program) -> dict:
     """Audit a program under each layout, and return the causes and the verdicts."""
     start, rows = harness.clock(), []
     try:
-        reference = server.record([str(program.path)], corpus.variation(program.reference))
+        reference = server.record([str(program.path)], corpus.variation(program.reference, program.mesh))
         for layout, cause in program.expected.items():
             comparison = corpus.audit(server, program, reference, layout)
             rows.append(

@@ -49,6 +49,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def is_flat(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter is many in a row, as the first kind of FSDP makes them (torch 2.13, `_is_flat_param`)."""
+    return getattr(parameter, "_is_flat_param", False)
+
+
 def put_last_hook_first(parameter: torch.Tensor) -> None:
     """Move the hook that was registered last on a parameter's gradient in front of all others, which may change the gradient.
 
@@ -87,6 +92,14 @@ GRADIENT = torch._C.TensorBase.grad
 def is_transformed() -> bool:
     """Tell whether a transform of torch.func (grad, vmap, jvp) computes now (torch 2.13, `torch._C._functorch`)."""
     return peek_interpreter_stack() is not None
+
+
+def find_reader(own: set[str]) -> str:
+    """Return the file of the first function above the caller that is in none of these files (CPython, `sys._getframe`)."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename in own or frame.f_code.co_name == "replacement"):
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def find_caller(depth: int) -> str:

@@ -205,6 +205,36 @@ KINDS = {
         "wrap the model (DistributedDataParallel, accelerator.prepare), call the wrapped one, and no_sync not around the last "
         "micro-batch of a window. Or before the step dist.all_reduce(p.grad) and p.grad /= N",
     ),
+    "norm_counts_replicas": Cause(
+        "the norm of the gradient counts weights that several processes have once for each of them",
+        "squares of what is cut are added up over the processes that have the other parts, those of all else count once. Of "
+        "DTensors torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) does so",
+    ),
+    "norm_of_a_part": Cause(
+        "the norm of the gradient is that of the parts that this process holds",
+        "by hand dist.all_reduce(squares) over the processes that have the other parts, before the root. What "
+        "clip_grad_norm_ returns for DTensors needs full_tensor()",
+    ),
+    "times_tensor_parallel": Cause(
+        "the gradient is too large or too small by the number of tensor parallel processes",
+        "multiply by the processes that have samples of their own, which undoes their mean, and not by all. Parts that each "
+        "process has of a gradient (norms under sequence parallelism) are added up, and not averaged",
+    ),
+    "times_sequence_parallel": Cause(
+        "the gradient is too large or too small by the number of processes that share a sequence",
+        "divide by the targets of all parts of the sequences. Where gradients are added up over the parts, multiply by "
+        "nothing; where they are averaged over data and parts, by both sizes",
+    ),
+    "times_expert_parallel": Cause(
+        "the gradient of experts is too large or too small by the number of expert parallel processes",
+        "divide the gradients of experts by all processes that have samples of their own, as those of all other weights. Those "
+        "alone that have the same experts are too few",
+    ),
+    "dead_part": Cause(
+        "parts of the model get no gradient, neither here nor in the reference: two layouts agree on nothing",
+        "look for a detach, a no_grad, a stage whose input needs no gradient, or weights that are all 0. What shall stand "
+        "still is frozen (requires_grad), and is not named",
+    ),
     "num_steps": Cause(
         "another number of steps",
         "let every optimizer step once per window; count optimizer steps, not batches, and end at the same one on every layout",
@@ -271,7 +301,7 @@ KINDS = {
 }
 CAUSES = {name: cause.text for name, cause in KINDS.items()}
 # For the step, which is the same on every layout
-HARMLESS = {"reductions", "logged_loss", "no_targets", "untrained_stop", "media_tokens", "label_shift"}
+HARMLESS = {"reductions", "logged_loss", "no_targets", "untrained_stop", "media_tokens", "label_shift", "dead_part"}
 
 
 @dataclasses.dataclass(frozen=True)

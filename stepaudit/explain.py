@@ -21,6 +21,7 @@ from stepaudit.samples import (
     explain_values,
     is_copied,
 )
+from stepaudit.together import explain_norm, explain_times
 from stepaudit.vectors import WEIGHT_TOLERANCE, are_alike, compute_rest, norm_of, relative, solve_weights
 from stepaudit.windows import Processes, format_counts, get_counts, get_window, list_all_micro_steps, list_micro_steps
 
@@ -637,6 +638,8 @@ EXPLANATIONS = (
     Explanation(_explain_numbers, "nothing can be computed with numbers that are not finite"),
     Explanation(_explain_copies, "other samples: whatever else differs may follow from them"),
     Explanation(_explain_size, "so do more samples"),
+    Explanation(explain_norm, "a norm that counts replicas has a root in it, which no other factor has"),
+    Explanation(explain_times, "the size of a dimension of the mesh is a factor that a kind of parallelism explains"),
     Explanation(_explain_gather, "the whole loss and a part of the gradient is nothing else, though a factor may fit"),
     Explanation(
         _explain_num_items, "Trainer's division by a number that the model does not know is what its factor comes of"

@@ -20,6 +20,7 @@ from stepaudit.recording import MicroStep
 from stepaudit.terms import take_gradients
 from stepaudit.track import Track
 
+GRAD = torch.autograd.grad  # while a program is recorded, it is replaced
 MAX_PROBES = 2  # micro-batches at which the model is asked, until it answers
 MAX_ASKED = 4  # calls of modules in each
 
@@ -43,7 +44,7 @@ class Interview:
     def __init__(self, is_wanted: bool):
         self.activations: list[probe.Activation] = []  # outputs of modules, since the last backward, as long as needed
         self.outputs: list[list[torch.Tensor]] = []  # of each outermost call
-        self.is_asking, self.is_wanted = False, is_wanted
+        self.is_asking, self.is_wanted, self.is_left_alone = False, is_wanted, False
         self.generator: torch.Tensor | None = None  # the generator's state after the last outermost call
         self.probes_left = MAX_PROBES if is_wanted and os.environ.get("RANK", "0") == "0" else 0
         self.facts: list[probe.Fact] | None = None
@@ -54,7 +55,6 @@ class Interview:
         self.modes_called: list[bool] = []  # whether each module is in training, of the calls since the last backward
         self.honours_num_items: bool | None = None
         self.modes: dict[nn.Module, list[bool]] = {}  # of the modules of each model, in training or not
-        self.grad = torch.autograd.grad  # while a program is recorded, it is replaced
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -65,9 +65,9 @@ class Interview:
         finally:
             self.is_asking = False
 
-    def refuse(self, reason: str) -> None:
-        """Ask nothing from now on, as questions would disturb the program."""
-        self.is_wanted, self.probes_left, self.unasked = False, 0, reason
+    def leave_alone(self, reason: str) -> None:
+        """Ask nothing, neither now nor later: a question to one process would wait for the others for ever."""
+        self.is_wanted, self.is_left_alone, self.probes_left, self.unasked = False, True, 0, reason
 
     def note_collective(self, text: str) -> None:
         """Note that the processes talk to each other: a question to one of them would wait for the others for ever."""
@@ -143,7 +143,7 @@ class Interview:
         activations = [(names.get(module, ""), module, output) for _, module, output in self.activations]
         with self.asking():
             own_rows = probe.find_own_rows(count_rows(calls), num_samples, find_owners(calls))
-            facts = probe.ask_loss(loss, activations, own_rows, self.grad)
+            facts = probe.ask_loss(loss, activations, own_rows, GRAD)
         if self.generator is not None and not self.generator.equal(torch.get_rng_state()):
             facts = [*(facts or []), ["dropout", "between the model and the loss"]]
         return facts
@@ -159,7 +159,7 @@ class Interview:
             return {}, []
         try:
             with self.asking():
-                answer = take_gradients(loss, parameters, self.grad)
+                answer = take_gradients(loss, parameters, GRAD)
         except RuntimeError:  # reentrant checkpointing; a loss that does not depend on the parameters
             return {}, []
         if answer is None:
@@ -206,7 +206,8 @@ class Interview:
 
     def ask_num_items(self, micro_step: MicroStep, call: Call) -> None:
         """Ask once whether the loss follows the `num_items_in_batch` of a call, if it is given one."""
-        if micro_step.num_items is None or self.honours_num_items is not None or self.has_talked:
+        is_known = micro_step.num_items is None or self.honours_num_items is not None
+        if is_known or self.has_talked or self.is_left_alone:
             return
         with self.asking():
             self.honours_num_items = honours_num_items(*call)

@@ -23,6 +23,7 @@ from stepaudit.samples import (
     has_same_samples,
     is_first_step_early,
 )
+from stepaudit.together import find_reported_norm, put_together
 from stepaudit.vectors import norm_of, relative
 from stepaudit.windows import Processes, compute_loss, get_window, is_causal, list_all_micro_steps, list_micro_steps
 
@@ -90,6 +91,10 @@ def compare(reference: Processes, other: Processes, tolerance: float) -> Compari
     Returns:
         The comparison; with several optimizers, the worst of each number, and the causes of all.
     """
+    reference, _ = put_together(reference, reference)
+    other, said = put_together(reference, other)
+    if any(finding.cause == "parameters" for finding in said):
+        return Comparison([], [], [], [], [], "", 0.0, said)
     pairs = _pair_recordings(_list_recordings(reference[0]), _list_recordings(other[0]))
     if any(twin is None for _, twin in pairs) or len(_list_recordings(other[0])) != len(pairs):
         num_parameters, num_reference_parameters = (
@@ -115,6 +120,7 @@ def compare(reference: Processes, other: Processes, tolerance: float) -> Compari
             [_find_same(recording, reference[0], process) for process in reference],
             [_find_same(twin, other[0], process) for process in other],
             tolerance,
+            said,
         )
         for recording, twin in pairs
     ]
@@ -183,8 +189,8 @@ def _find_twin(recording: Recording, others: list[Recording]) -> Recording | Non
     return next((candidate for candidate in others if candidate.shapes == recording.shapes), None)
 
 
-def _compare(reference: Processes, other: Processes, tolerance: float) -> Comparison:
-    is_short, findings = has_fewer_samples(reference, other), find_faults(other)
+def _compare(reference: Processes, other: Processes, tolerance: float, said: Sequence[Finding] = ()) -> Comparison:
+    is_short, findings = has_fewer_samples(reference, other), [*said, *find_faults(other)]
     reference, other, shifts, num_before = align(reference, other)
     reference_recording, recording = reference[0], other[0]
     findings += shifts
@@ -234,6 +240,9 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
                 )  # from then on samples may be others
                 known = [f for f in explain_gradient(question) if not (is_named and _is_vague(f))]
                 findings += [f for f in known if not (is_fed_wrong and f.cause in INPUTS)]
+        if error <= tolerance and recording.axes:
+            norms = find_reported_norm(g, recording, f"step {t + 1}") or []
+            findings += [dataclasses.replace(finding, is_harmless=True) for finding in norms]
         if (
             t < num_before  # behind it the moments are others
             and _rates_agree(r, g, tolerance)

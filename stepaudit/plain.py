@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
+from stepaudit.interview import GRAD
 from stepaudit.record import Recorder, replace
 from stepaudit.recording import MicroStep
 from stepaudit.track import Track
@@ -102,7 +103,7 @@ class PlainRecorder(Recorder):
 
     def _ask_factors(self, loss: torch.Tensor) -> list[Term]:
         """Find the terms of a loss and their factors, and check that there is nothing else in it."""
-        grad = self.interview.grad
+        grad = GRAD
         if not self.noted:
             _give_up("the loss is computed by no loss function of torch.nn.functional")
         factors = grad(loss, [term.output for term in self.noted], retain_graph=True, allow_unused=True)
@@ -140,7 +141,7 @@ class PlainRecorder(Recorder):
         loss = join(self.micro_batches)
         parameters = [p for track in tracks for p in track.parameters if p.requires_grad]
         with self.interview.asking():
-            gradients = self.interview.grad(loss, parameters, allow_unused=True)
+            gradients = GRAD(loss, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for track in tracks:

@@ -1,10 +1,14 @@
 """Projects gradients at random to few numbers: linearly, so that sums and differences survive, and norms and angles nearly."""
 
+import os
 from collections.abc import Iterable
 
 import torch
 
+from stepaudit.mesh import VARIABLE
+
 EXACT_SIZE = 4096  # largest number of elements of a tensor that is not projected
+WHOLE_SIZE = 2**20  # the same, where parts of tensors are put together (`together.py`)
 GROUPS, COLUMNS = 8, 512
 
 Signs = dict[tuple, torch.Tensor]
@@ -28,7 +32,7 @@ def project(tensor: torch.Tensor, signs_cache: Signs) -> torch.Tensor:
     """
     flat = _to_numbers(tensor)
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    if flat.numel() <= EXACT_SIZE:
+    if flat.numel() <= get_exact_size():
         return flat
     num_rows = flat.numel() // (GROUPS * COLUMNS)
     num_even = GROUPS * num_rows * COLUMNS
@@ -48,7 +52,13 @@ def _to_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 def size(tensor: torch.Tensor) -> int:
     """Return the size of the projection of a tensor."""
-    return min(tensor.numel() * (2 if tensor.is_complex() else 1), EXACT_SIZE)
+    number = tensor.numel() * (2 if tensor.is_complex() else 1)
+    return number if number <= get_exact_size() else EXACT_SIZE
+
+
+def get_exact_size() -> int:
+    """Return the largest number of elements that are not projected: of a program that is given a mesh, more."""
+    return WHOLE_SIZE if VARIABLE in os.environ else EXACT_SIZE
 
 
 def sketch(tensors: Iterable[torch.Tensor | None], parameters: list[torch.Tensor]) -> torch.Tensor:

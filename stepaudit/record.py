@@ -6,12 +6,9 @@ schedulers' ticks. Of Trainer and Accelerator only the losses that they log are 
 
 import contextlib
 import functools
-import inspect
 import os
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +22,10 @@ from stepaudit._internals import FETCHERS, LoaderIterator, find_objects, is_tran
 from stepaudit.assignments import watch_assignments
 from stepaudit.averages import Averages
 from stepaudit.batches import Batches, UsedBatch
+from stepaudit.holding import Holding
 from stepaudit.interview import Interview
 from stepaudit.libraries import Libraries
+from stepaudit.lines import find_line_of_program, find_place, is_own
 from stepaudit.micro_batch import WRAPPERS, Call, describe_call, unwrap
 from stepaudit.precision import SHORT_DTYPES, compute_in_float32, name_dtype, note_autocast
 from stepaudit.reads import watch_reads
@@ -36,6 +35,7 @@ from stepaudit.track import Track
 
 # Functions of torch.nn.utils.
 CLIPPING = {"clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_", "clip_grad_value_"}
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"  # whose class clips by a method of its own
 # Module -> a class with .log({...}), and the names of a step's loss there. Trainer's train_loss is the mean of a whole run.
 LOGS = {
     "transformers.trainer": ("Trainer", ("loss",)),
@@ -100,6 +100,8 @@ class _Following:
         self.is_in_backward = self.has_new_groups = False  # groups of parameters, in an optimizer
         self.stack = contextlib.ExitStack()
         self.libraries = Libraries()
+        self.holding = Holding()
+        self.clips_fsdp = False  # whether the method of FSDP that clips is watched
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Add a track for each optimizer that trains a called module, or for the optimizer that steps.
@@ -132,6 +134,12 @@ class _Following:
         track = Track(model, parameters, self.libraries.make_keeping([*parameters.values()]))
         self.tracks.append(track)
         self.stack.callback(track.watch(lambda: self.is_in_backward and not self.interview.is_asking))
+        self.holding.look(track)
+        if (fsdp := sys.modules.get(FSDP)) is not None and not self.clips_fsdp:  # the program has imported it by now
+            self.clips_fsdp = True
+            self.stack.enter_context(replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clip))
+        if self.holding.is_divided:
+            self.interview.leave_alone("only all processes together can compute it")
         if model is not None and self.model is None:
             self.averages.find(model)
 
@@ -139,7 +147,7 @@ class _Following:
         """Watch the libraries that the program has imported by now; ask nothing where one of them computes a called module."""
         self.libraries.watch(self)
         if module is not None and (reason := self.libraries.find_refusal(module)):
-            self.interview.refuse(reason)
+            self.interview.leave_alone(reason)
 
     def _find_optimizers(self) -> list[Any]:
         return [*find_objects(torch.optim.Optimizer), *self.libraries.find_optimizers()]
@@ -182,6 +190,7 @@ class _Following:
         value = clip(*args, **kwargs)
         for track in self.tracks:
             track.end_clipping()
+        self.holding.note_norm(value)
         return value
 
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
@@ -213,10 +222,8 @@ class Recorder(_Following):
         self.num_steps, self.keep_parameters, self.is_full = num_steps, keep_parameters, is_full
         self.short_dtypes: set[str] = set()
         self.open_averages: list[Step] = []  # steps behind which the averages were not looked at
-        self.depth = 0
-        self.has_called = self.is_synchronised = False
-        self.is_cut_off = False
-        self.num_children = 0
+        self.depth = self.num_children = 0
+        self.has_called = self.is_synchronised = self.is_cut_off = False
         self.hook_lines: list[str] = []
         self.follows_losses = False  # a schedule looks at losses, which must be those of parameters that move
 
@@ -258,9 +265,10 @@ class Recorder(_Following):
             stack.enter_context(replace(torch.autograd, "backward", self._backward))
             stack.enter_context(replace(torch.autograd, "grad", self._grad))
             stack.enter_context(replace(nn.Module, "__call__", self._call))
+            self.holding.watch(stack, replace)
             for owner, name in HOOKS:
                 stack.enter_context(replace(owner, name, self._register_hook))
-            stack.enter_context(watch_reads(_is_own, self.interview.note_read))
+            stack.enter_context(watch_reads(is_own, self.interview.note_read))
             stack.enter_context(watch_assignments(self._begin_assignment, self._end_assignment))
             stack.enter_context(replace(torch.optim.Optimizer, "add_param_group", self._add_group))
             stack.enter_context(replace(LRScheduler, "step", self._tick))
@@ -378,6 +386,7 @@ class Recorder(_Following):
     def _begin_backward(self) -> None:
         """Prepare every track before gradients are computed."""
         self._follow_optimizers()
+        self.holding.begin_backward()
         self.logs.watch()
         self._look_at_averages()
         for track in self.tracks:
@@ -400,6 +409,7 @@ class Recorder(_Following):
                 + [t.recording.steps[-1].micro_steps[-1] for t in self.tracks if t.has_stepped],
             )
             for track, micro_step in pairs:
+                self.holding.describe(track, micro_step)
                 track.name_model([unwrap(module) for module, *_ in self.calls])
                 track.add_micro_step(micro_step, is_continued=not self.calls and self.has_called)
             self.interview.ask_model(facts, self.calls)
@@ -453,6 +463,7 @@ class Recorder(_Following):
                 if not track.recording.steps:
                     self.follows_losses |= any(True for _ in find_objects(ReduceLROnPlateau))
                 track.end_step(optimizer, self.puts_back)
+                self.holding.end_step(track)
                 self.open_averages.append(track.recording.steps[-1])
         largest_track = max(self.tracks, key=lambda track: sum(p.numel() for p in track.parameters), default=None)
         if self.num_steps and largest_track is not None and len(largest_track.recording.steps) == self.num_steps:
@@ -482,53 +493,19 @@ class Recorder(_Following):
             track.step.num_averages += has_changed
 
     def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, nn.Parameter) and (line := _find_line_of_program()) not in ["", *self.hook_lines]:
+        if not isinstance(owner, nn.Parameter) and (line := find_line_of_program()) not in ["", *self.hook_lines]:
             self.hook_lines.append(line)
         return register(owner, *args, **kwargs)
 
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self.is_in_backward and self.calls:
             self.interview.note_collective(f"{name.strip('_')} at {find_place()}")
+        self.holding.communicate(name, args)
         return talk(*args, **kwargs)
 
 
 def _make_empty_recording() -> Recording:
     return Recording(process_index=int(os.environ.get("RANK", "0")))
-
-
-def find_place() -> str:
-    """Find the line of the program, outside of installed packages, that is computed now: file and number."""
-    frame: types.FrameType | None = inspect.currentframe()
-    own, place = str(Path(__file__).parent), ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((own, "<")):
-            place = place or f"{Path(name).name}, line {frame.f_lineno}"
-            if not is_installed(name):
-                return f"{Path(name).name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return place
-
-
-def _find_line_of_program() -> str:
-    """Return the line that has called a function in whose place one of the recorder is; empty where a library has called it."""
-    caller: types.FrameType | None = inspect.currentframe()
-    for _ in range(3):  # this function, the recorder's and `replace`'s
-        caller = caller.f_back if caller is not None else None
-    if caller is None:
-        return ""
-    name = caller.f_code.co_filename
-    return f"{Path(name).name}, line {caller.f_lineno}" if _is_own(name) else ""
-
-
-def _is_own(name: str) -> bool:
-    """Tell whether a file is of the program, and neither of a library nor of the audit."""
-    return not is_installed(name) and Path(name).parent != Path(__file__).parent
-
-
-def is_installed(name: str) -> bool:
-    """Tell whether a file is of an installed package, and not of a program."""
-    return "site-packages" in name or "dist-packages" in name
 
 
 def _name_parameters(

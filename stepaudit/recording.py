@@ -41,6 +41,8 @@ class MicroStep:
         num_numbers: of the first tensor that the model was given; `values`: a number that depends on all of them, in any order.
         other_rows: like `rows`, of further tensors with rows; `shared`: shape and hash of tensors without.
         is_assigned: the program assigned the gradient itself; `part` is what it added to that before.
+        length: of the gradient that this process holds, parts of DTensors as parts; None: not measured.
+        line: of a program on several processes, that has computed the gradient.
         initial_gradient: like `gradient`, before the backward; None once the optimizer has stepped.
     """
 
@@ -73,6 +75,8 @@ class MicroStep:
     other_rows: list[list[list[str]]] = dataclasses.field(default_factory=list)
     shared: list[list[str]] = dataclasses.field(default_factory=list)
     is_assigned: bool = False
+    length: float | None = None
+    line: str = ""
     initial_gradient: np.ndarray | None = None
 
 
@@ -95,6 +99,10 @@ class Step:
         averages: float64, random sums of all modules that follow the weights, after the step.
         moved: float64 [numbers of the sketch], the parameters before the step, if not the step before has left them so.
         is_by_closure: the gradient is the first that the optimizer asked a closure for.
+        numbers: single numbers that a program on several processes has read or reduced, from the step's first backward on.
+        lines: of the program, at which each of the numbers was.
+        returned: norms that functions which clip have returned.
+        lengths: of what each process holds of the gradient before it was clipped, where processes are put together.
     """
 
     gradient: np.ndarray
@@ -111,6 +119,10 @@ class Step:
     moved: np.ndarray | None = None
     is_by_closure: bool = False
     options: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
+    numbers: list[float] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
+    returned: list[float] = dataclasses.field(default_factory=list)
+    lengths: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -141,6 +153,9 @@ class Recording:
         unfinished_micro_steps: backwards after the last step.
         is_cut_off: the audit has ended the program, so that a step may be missing that would have come.
         other_recordings: of further optimizers.
+        axes: dimensions of the mesh of processes, name -> size; `places`: this process's coordinates.
+        cuts: for each parameter the dimensions along which it is cut.
+        frozen: names of parameters that need no gradient.
     """
 
     num_processes: int = 1
@@ -169,6 +184,10 @@ class Recording:
     unfinished_micro_steps: list[MicroStep] = dataclasses.field(default_factory=list)
     is_cut_off: bool = False
     other_recordings: list["Recording"] = dataclasses.field(default_factory=list)
+    axes: dict[str, int] = dataclasses.field(default_factory=dict)
+    places: dict[str, int] = dataclasses.field(default_factory=dict)
+    cuts: list[list[str]] = dataclasses.field(default_factory=list)
+    frozen: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the recording as .npz: arrays, and all else as JSON."""

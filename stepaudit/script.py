@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stepaudit.decisions import judge
 from stepaudit.errors import UsageError, nearest
 from stepaudit.judge import Comparison, find_faults
 from stepaudit.launchers import read_launcher
+from stepaudit.mesh import VARIABLE, count_data_parts, count_processes, read_mesh
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
 from stepaudit.table import table
@@ -41,7 +42,7 @@ PLAIN = "plain"
 PACKAGES = ("torch", "numpy", "cloudpickle")
 RunProgram = Callable[..., list[Recording]]
 """Runs and records a program: see `record`, which is one."""
-USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
+USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--mesh dp=2,tp=2] [--per_process FLAG]
          [--resume "FLAG=VALUE,..."] [--stop 3]
          [--against plain] [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
 DESCRIPTION = """Runs a training program unchanged, once per layout, with hooks in torch, and compares the gradients of its
@@ -86,16 +87,18 @@ class Variation:
         flags: name -> value. The name decides the form: `batch` or `--batch` gives --batch=4, `-b` gives -b 4, `key:batch`
             gives batch=4, `env:BATCH` sets the environment variable.
         variables: of the environment, of every run: they are not shown.
+        mesh: what the processes are, as of `--mesh`; empty for the reference of such layouts; None: nothing is said.
     """
 
     flags: dict[str, str]
     num_processes: int
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
+    mesh: str | None = None
 
     def __str__(self) -> str:
         names = {BATCH: "b", WINDOW: "k"}
         parts = [f"{names.get(name, name)} {value}" for name, value in self.flags.items()]
-        return ", ".join([*parts, f"N {self.num_processes}"])
+        return ", ".join([*parts, self.mesh or f"N {self.num_processes}"])
 
     @property
     def argv(self) -> list[str]:
@@ -116,11 +119,11 @@ class Variation:
     @property
     def environment(self) -> dict[str, str]:
         flags = {name.removeprefix("env:"): value for name, value in self.flags.items() if name.startswith("env:")}
-        return self.variables | flags
+        return self.variables | flags | ({} if self.mesh is None else {VARIABLE: self.mesh})
 
 
 def make_variations(
-    vary: list[str], processes: list[int], per_process: tuple[str, ...] = (WINDOW, BATCH)
+    vary: list[str], processes: list[int], per_process: tuple[str, ...] = (WINDOW, BATCH), meshes: Sequence[str] = ()
 ) -> list[Variation]:
     """Make every variation on every number of processes, with the same global batch: k is divided by N, or b where k cannot be.
 
@@ -129,13 +132,19 @@ def make_variations(
         processes: numbers of processes.
         per_process: flags, the first divisible one of which is divided by N. A program without these flags is run as it is: its
             samples show its use of N.
+        meshes: what processes are, as of `--mesh`: the flags are divided by those that have samples of their own.
 
     Raises:
         UsageError: a text is not FLAG=VALUE,..., or none of the flags can be divided by N.
 
     >>> [str(v) for v in make_variations(["per_device_train_batch_size=8,gradient_accumulation_steps=1"], [1, 2])]
     ['b 8, k 1, N 1', 'b 4, k 1, N 2']
+    >>> [str(v) for v in make_variations(["batch=8"], [1], ("batch",), ["dp=2,tp=2"])]
+    ['batch 8, N 1', 'batch 4, dp=2,tp=2']
     """
+    axes = [read_mesh(mesh) for mesh in meshes]
+    groups = [(number, number, "" if meshes else None) for number in processes]
+    groups += [(count_data_parts(a), count_processes(a), mesh) for a, mesh in zip(axes, meshes, strict=True)]
     names = [_normalize_name(name) for name in per_process]
     problems, runs = [], []
     for text in vary:
@@ -143,7 +152,7 @@ def make_variations(
         if len(flags) != len(text.split(",")):
             problems.append(f'--vary is {text!r}, not FLAG=VALUE,FLAG=VALUE: for example "{BATCH}=8,{WINDOW}=1"')
             continue
-        for num_processes in processes:
+        for num_parts, num_processes, mesh in groups:
             divisible_names = sorted(
                 (name for name in flags if _normalize_name(name) in names),
                 key=lambda name: names.index(_normalize_name(name)),
@@ -151,18 +160,17 @@ def make_variations(
             numbers = {
                 name: int(flags[name]) for name in divisible_names if flags[name].isdecimal() and len(flags[name]) < 10
             }
-            divided_name = next((name for name, number in numbers.items() if not number % num_processes), None)
-            if num_processes == 1 or not divisible_names:
-                runs.append(Variation(flags, num_processes))
+            divided_name = next((name for name, number in numbers.items() if not number % num_parts), None)
+            if num_parts == 1 or not divisible_names:
+                runs.append(Variation(flags, num_processes, mesh=mesh))
             elif divided_name is None:
                 problems.append(
                     f"--vary {text!r} on {num_processes} processes: {' and '.join(divisible_names)} cannot be divided by "
-                    f"{num_processes}"
+                    f"{num_parts}"
                 )
             else:
-                runs.append(
-                    Variation(flags | {divided_name: str(int(flags[divided_name]) // num_processes)}, num_processes)
-                )
+                divided = {divided_name: str(int(flags[divided_name]) // num_parts)}
+                runs.append(Variation(flags | divided, num_processes, mesh=mesh))
     if problems:
         raise UsageError(problems)
     return runs
@@ -304,6 +312,15 @@ def _make_parser(prog: str) -> _Parser:
         help="numbers of processes of each layout, with commas (default: 1, and those of a launcher in front of the program)",
     )
     layouts.add_argument(
+        "--mesh",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE,...",
+        help="what processes are that hold parts of one model: dp (data), tp (tensor), cp or sp (sequence), ep (experts), pp "
+        "(pipeline). Neighbours differ in the last dimension. Give it once per mesh. Flags are divided by data and experts "
+        "alone. A DeviceMesh of the program with names goes before it",
+    )
+    layouts.add_argument(
         "--per_process",
         action="append",
         default=[],
@@ -358,24 +375,11 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     launched = read_launcher(words)
     program = launched.program
     if flags.processes is None:
-        flags.processes = f"1,{launched.num_processes}" if (launched.num_processes or 1) > 1 else "1"
+        is_several = (launched.num_processes or 1) > 1 and not flags.mesh
+        flags.processes = f"1,{launched.num_processes}" if is_several else "1"
     if not os.path.isfile(program[0]):
         raise UsageError(f"{prog}: {program[0]} is not a file")
-    if not all(number.isdecimal() and 0 < int(number[:9]) <= MAX_PROCESSES for number in flags.processes.split(",")):
-        rule = f"not numbers from 1 to {MAX_PROCESSES} with commas: for example 1,2"
-        raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
-    violations = {
-        "steps": flags.steps < 0,
-        "tolerance": not 0 <= flags.tolerance < 1,
-        "timeout": flags.timeout is not None and not flags.timeout > 0,
-    }
-    violations["stop"] = flags.stop < 1
-    rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
-    rules["stop"] = "1 step or more"
-    if any(violations.values()):
-        raise UsageError(
-            f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in violations.items() if is_wrong
-        )
+    _check_flags(flags)
     if flags.per_process == ["none"]:
         per_process: tuple[str, ...] = ()
         flags.per_process.clear()
@@ -386,7 +390,7 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
         raise UsageError(
             f"--per_process {unknown_names[0]} is no flag of --vary: {nearest(_normalize_name(unknown_names[0]), varied_names)}"
         )
-    runs = make_variations(flags.vary, [int(number) for number in flags.processes.split(",")], per_process)
+    runs = make_variations(flags.vary, [int(number) for number in flags.processes.split(",")], per_process, flags.mesh)
     reference_mode = _find_reference_mode(flags, runs)
     if len(runs) < 2 and not (runs and (flags.resume or reference_mode)):
         raise UsageError(f"{prog}: one run has nothing to be compared with: give another --vary, or --processes 1,2")
@@ -455,6 +459,32 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
     if failures:  # what was compared is said before
         raise UsageError(problem for failure in failures for problem in failure.problems)
     return 0 if is_exact else 1
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    """Check numbers, and meshes, of the flags."""
+    if not all(number.isdecimal() and 0 < int(number[:9]) <= MAX_PROCESSES for number in flags.processes.split(",")):
+        rule = f"not numbers from 1 to {MAX_PROCESSES} with commas: for example 1,2"
+        raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
+    violations = {
+        "steps": flags.steps < 0,
+        "tolerance": not 0 <= flags.tolerance < 1,
+        "timeout": flags.timeout is not None and not flags.timeout > 0,
+    }
+    violations["stop"] = flags.stop < 1
+    rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
+    rules["stop"] = "1 step or more"
+    if any(violations.values()):
+        raise UsageError(
+            f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in violations.items() if is_wrong
+        )
+    for mesh in flags.mesh:
+        if not 1 < (number := count_processes(read_mesh(mesh))) <= MAX_PROCESSES:
+            raise UsageError(f"--mesh {mesh[:60]} has {number} processes, must have 2 to {MAX_PROCESSES}")
+    if flags.mesh and flags.resume:
+        raise UsageError(
+            "--mesh compares parts of a model with the whole, --resume a run with itself: leave one of them out"
+        )
 
 
 def _find_reference_mode(flags: argparse.Namespace, runs: list[Variation]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stepaudit._internals import BatchNorm, Dropout, has_hooks, put_last_hook_first
+from stepaudit._internals import BatchNorm, Dropout, has_hooks, is_flat, put_last_hook_first
 from stepaudit.keeping import Keeping
 from stepaudit.precision import SHORT_DTYPES, name_dtype
 from stepaudit.random_projection import Signs, project, size
@@ -86,6 +86,7 @@ class Track:
             names=list(parameters),
             shapes=[list(p.shape) for p in self.keeping.templates],
             sizes=[size(p) for p in self.keeping.templates],
+            frozen=[name for name, p in parameters.items() if not p.requires_grad],
             weights=self.sketch(self.keeping.read()),
             signs=self.sketch(torch.sgn(p.detach()) for p in self.keeping.read()),
             library=self.keeping.title,
@@ -131,8 +132,9 @@ class Track:
     def _hook_parameters(self) -> None:
         """Hook each parameter that is trained now: some are frozen at first."""
         for number, parameter in enumerate(self.parameters):
-            # FSDP's hooks are not called
-            if number in self.handles or not parameter.requires_grad or hasattr(parameter, "full_tensor"):
+            # FSDP's hooks are not called, or with the gradient of all processes
+            is_shared = hasattr(parameter, "full_tensor") or is_flat(parameter)
+            if number in self.handles or not parameter.requires_grad or is_shared:
                 continue
             self.handles[number] = parameter.register_hook(functools.partial(self._note_part, number))
             put_last_hook_first(parameter)

@@ -65,7 +65,7 @@ def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
     layouts = {
         (layout[2] > 1 and cause != corpus.EXACT, cause): layout for layout, cause in program.expected.items()
     }.values()
-    reference = server.record([str(program.path)], corpus.variation(program.reference))
+    reference = server.record([str(program.path)], corpus.variation(program.reference, program.mesh))
     assert not [
         finding for finding in find_faults(reference) if finding.cause not in program.also | set(program.causes)
     ]

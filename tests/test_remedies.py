@@ -147,7 +147,7 @@ def test_the_audit_says_exact_after_it(server, tmp_path, remedy):
 
 
 def record(server, program: corpus.Program) -> list:
-    return server.record([str(program.path)], corpus.variation(program.reference))
+    return server.record([str(program.path)], corpus.variation(program.reference, program.mesh))
 
 
 # ---------------------------------------------------------------------------------------------------- by hand

@@ -70,7 +70,29 @@ def differs(path: Path, layouts: list[tuple[int, ...]], reference: tuple[int, ..
             server.run([folder, str(path), *corpus.variation(layout).argv], layout[2])
             results.append([torch.load(file) for file in sorted(Path(folder).glob("weights-*"))])
     (truth,), *others = results
-    return [max(_difference(truth, own) for own in processes) for processes in others]
+    return [_compare(truth, processes) for processes in others]
+
+
+def _compare(truth: list[torch.Tensor], processes: list[list[torch.Tensor]]) -> float:
+    """Compare what processes have with the truth: number by number, or as sets, where each has a part of the model."""
+    if all([t.shape for t in own] == [t.shape for t in truth] for own in processes):
+        return max(_difference(truth, own) for own in processes)
+    if any(len(own) != len(truth) or len(own[0]) != len(truth[0]) for own in processes):
+        return float("inf")
+    return max(
+        _distance(weights, torch.cat([own[0][step] for own in processes])) for step, weights in enumerate(truth[0])
+    )
+
+
+def _distance(truth: torch.Tensor, own: torch.Tensor) -> float:
+    """Find the number of one set that is farthest from all of the other: parts may have any place, and may be there twice."""
+    farthest = 0.0
+    for these, those in ((truth, own), (own, truth)):
+        ordered = those.sort().values
+        places = torch.searchsorted(ordered, these)
+        below, above = ordered[(places - 1).clamp(min=0)], ordered[places.clamp(max=len(ordered) - 1)]
+        farthest = max(farthest, float(torch.minimum((these - below).abs(), (above - these).abs()).max()))
+    return farthest / float(truth.abs().max()) / TOLERANCE[truth.dtype]
 
 
 def _difference(truth: list[torch.Tensor], own: list[torch.Tensor]) -> float:

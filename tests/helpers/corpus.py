@@ -3,6 +3,7 @@
     # expect 4x4: tail              layout b x k, or b x k x N: the cause, or `exact`
     # also: logged_loss             causes that are as right, or true beside it
     # reference: 8x1x2              layout that it is compared with; if none is named, 16x1
+    # mesh: dp=2,tp=2               what the processes are, under layouts of as many; b and k are given as they stand
     # weights: equal                the mistake does not reach the weights (check.py)
     # blind 1                       written without a look at how the audit decides, for that round (first_sight.json)
     # open                          not named yet: the audit must say no more than that the step is another one
@@ -41,6 +42,7 @@ class Program:
         is_blind: it was written without a look at how the audit decides.
         is_thorough: `make test` leaves it out.
         is_open: the audit does not name it yet.
+        mesh: what --mesh says of as many processes; empty: nothing.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class Program:
     is_blind: bool
     is_thorough: bool
     is_open: bool = False
+    mesh: str = ""
 
     def __str__(self) -> str:
         return f"{self.path.parent.name}/{self.path.stem}"
@@ -60,9 +63,10 @@ class Program:
         return [cause for cause in dict.fromkeys(self.expected.values()) if cause != EXACT]
 
 
-def variation(layout: Layout) -> Variation:
+def variation(layout: Layout, mesh: str = "") -> Variation:
     b, k, num_processes = layout
-    return Variation({BATCH: str(b), WINDOW: str(k)}, num_processes)
+    own_mesh = (mesh if num_processes > 1 else "") if mesh else None
+    return Variation({BATCH: str(b), WINDOW: str(k)}, num_processes, mesh=own_mesh)
 
 
 def read(path: Path) -> Program:
@@ -75,7 +79,8 @@ def read(path: Path) -> Program:
         raise ValueError(f"{path}: expects {expected}, unknown causes {unknown}")
     about = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
     marks = [bool(re.search(f"^# {mark}$", text, re.MULTILINE)) for mark in (r"blind( \d+)?", "thorough", "open")]
-    return Program(path, about, expected, frozenset(also), layout(reference), *marks)
+    (mesh,) = re.findall(r"^# mesh: (\S+)$", text, re.MULTILINE) or [""]
+    return Program(path, about, expected, frozenset(also), layout(reference), *marks, mesh)
 
 
 def programs() -> list[Program]:
@@ -91,7 +96,7 @@ def audit(server, program: Program, reference: list[Recording], layout: Layout, 
     """
 
     def record(layout: Layout, mode: str = "") -> list[Recording]:
-        return server.record([str(program.path)], variation(layout), num_steps, mode=mode)
+        return server.record([str(program.path)], variation(layout, program.mesh), num_steps, mode=mode)
 
     def record_again(is_reference: bool, mode: str) -> list[Recording]:
         return record(program.reference if is_reference else layout, mode)

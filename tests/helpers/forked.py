@@ -25,7 +25,10 @@ from waiting import PATIENCE, until
 ROOT = Path(__file__).resolve().parents[2]
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """Ends of a process after which a run is done again once: gloo corrupted the heap under FSDP2, once in about 100 runs."""
-AUDITED = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
+AUDITED = (
+    "accelerate", "datasets", "lightning", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "transformers", "transformers.trainer",
+)  # fmt: skip
 """Libraries that programs of audited/ import."""
 NO_GPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 FIRST_CALL = 60  # seconds after which a server ends to which nobody has connected
@@ -86,7 +89,8 @@ class Server:
 
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
             steps = f"{num_steps}:{mode}" if mode else str(num_steps)
-            self.run([folder, steps, *program, *variation.argv], variation.num_processes, timeout)
+            words = [folder, steps, *program, *variation.argv]
+            self.run(words, variation.num_processes, timeout, variation.environment)
             return [] if mode == "kill" else load(Path(folder), 1, variation.num_processes)[0]
 
     def run(
