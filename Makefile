@@ -15,7 +15,7 @@ IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 	@echo "Measurements for those who change something, as make bench NAME=chats FLAGS=--help, which says more:"
-	@for file in $$(grep -l 'make bench' benchmarks/*.py); do \
+	@for file in $$(grep -l '    make bench' benchmarks/*.py); do \
 		printf "  %-16s %s\n" "$$(basename $$file .py)" "$$(sed -n '1s/^"""//p' $$file)"; done
 
 venv: .venv/installed ## build .venv from requirements.txt

@@ -94,6 +94,10 @@ def is_transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
+TENSOR_FILES = (torch._tensor.__file__, torch._tensor_str.__file__)
+"""Files of torch 2.13 whose methods of tensors call others: `float(tensor)`, `print(tensor)`."""
+
+
 def find_reader(own: set[str]) -> str:
     """Return the file of the first function above the caller that is in none of these files (CPython, `sys._getframe`)."""
     frame = sys._getframe(1)

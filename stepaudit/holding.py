@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from stepaudit import reads
-from stepaudit._internals import find_objects, find_reader
+from stepaudit._internals import TENSOR_FILES, find_objects, find_reader
 from stepaudit.lines import find_place
 from stepaudit.mesh import DATA, VARIABLE, find_places, find_role, read_mesh
 from stepaudit.recording import MicroStep
@@ -21,7 +21,7 @@ from stepaudit.track import Track
 MAX_NUMBERS = 64  # that are kept of a step
 READS = ("item", "__float__", "tolist")
 # Files through which a read goes, and folders of those who read for themselves: the audit, and the optimizers of torch.
-OWN_FILES = {__file__, reads.__file__, torch._tensor.__file__, torch._tensor_str.__file__}
+OWN_FILES = {__file__, reads.__file__, *TENSOR_FILES}
 NO_READERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 

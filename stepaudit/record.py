@@ -243,9 +243,7 @@ class Recorder(_Following):
             track.recording.honours_num_items = self.interview.honours_num_items
             dtypes = {name_dtype(p.dtype) for p in track.parameters if p.dtype in SHORT_DTYPES}
             track.recording.short_dtypes = sorted(self.short_dtypes | dtypes)
-        largest_recording = (recordings or [track.recording for track in ordered_tracks] or [_make_empty_recording()])[
-            0
-        ]
+        largest_recording = [*recordings, *(track.recording for track in ordered_tracks), _make_empty_recording()][0]
         largest_recording.other_recordings, largest_recording.num_children = recordings[1:], self.num_children
         return largest_recording
 

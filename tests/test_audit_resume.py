@@ -131,7 +131,7 @@ def test_rates_that_begin_anew_are_named():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([*RESUME[:1], "resume=last.pt"], r"no {folder}: write it where the program takes the folder"),
+        ([*RESUME[:1], "resume=last.pt"], r"no {folder}. Write it where the program takes the folder"),
         ([*RESUME[:1], "{folder}"], "--vary is '{folder}', not FLAG=VALUE"),
         ([*RESUME[:2], "--stop", "0"], "--stop is 0, must be 1 step or more"),
     ],

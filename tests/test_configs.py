@@ -83,7 +83,7 @@ def test_mistakes(tmp_path, content, length, message):
 
 def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UsageError, match="is an adapter, not a model: give its base"):
+    with pytest.raises(UsageError, match=r"is an adapter, not a model\. Give its base"):
         read_config(str(tmp_path))
 
 

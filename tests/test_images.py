@@ -473,7 +473,7 @@ def test_images_of_12_bits_in_16_are_refused_unless_others_use_all(tmp_path):
         (tmp_path / name).mkdir()
         Image.fromarray(np.full((16, 16), 4095, np.uint16)).save(tmp_path / name / "1.png")
     with pytest.raises(
-        UsageError, match=r"all 2 images of 16 bits have values up to 4,095 at most.*multiply them by 16"
+        UsageError, match=r"all 2 images of 16 bits have values up to 4,095 at most.*Multiply them by 16"
     ):
         images.build(make_recipe(tmp_path))
     Image.fromarray(np.full((16, 16), 4096, np.uint16)).save(tmp_path / "a" / "2.png")

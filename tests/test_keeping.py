@@ -195,7 +195,7 @@ PROGRAM = ROOT / "benchmarks" / "packages" / "deepspeed_zero.py"
     "flags", [["--stage=0"], ["--stage=2"], ["--stage=2", "--offload", "--clip=0.1"], ["--stage=3"]], ids=str
 )
 def test_deepspeed_takes_the_same_step_in_micro_batches(flags):
-    """The newest version; older ones are in benchmarks/results/deepspeed.md."""
+    """The newest version; older ones are in benchmarks/results/deepspeed_versions.md."""
     layouts = [Variation({BATCH: b, WINDOW: k}, n) for b, k, n in (("16", "1", 1), ("4", "4", 1), ("2", "4", 2))]
     with Server(libraries=("stepaudit.program", "deepspeed.runtime.engine")) as server:
         reference, *others = [server.record([str(PROGRAM), *flags], layout) for layout in layouts]

@@ -332,7 +332,7 @@ def test_compiled_layers_and_other_kernels_are_planned(capsys):
 
 def test_a_plan_that_shards_over_pcie_says_what_it_carries(capsys):
     text = " ".join(run(capsys, "plan", "gpt2_xl_8xa100", "--on", "2x3090").split())
-    assert "over PCIe 4.0 x16, of which 13.8 GB/s are taken to be reached; at half of that" in text
+    assert "over PCIe 4.0 x16, of which 13.8 GB/s are taken to be reached. At half of that" in text
     assert "exchange over" not in run(capsys, "plan", "gpt2_xl_8xa100", "--on", "8xa100-80")
 
 

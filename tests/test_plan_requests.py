@@ -271,7 +271,7 @@ def test_the_dial_scales_by_its_rules():
         ("--from_scratch", "needs one of model_name_or_path, depth, parameters, has 0"),
         ("--from_scratch --depth 8 --parameters 1B", "has 2: give one"),
         ("--from_scratch --parameters 1X", "parameters is 1X, must be from"),
-        ("Qwen/Qwen3-0.6B --from_scratch", "its configuration says more than the fields of a recipe"),
+        ("Qwen/Qwen3-0.6B --from_scratch", "Its configuration says more than the fields of a recipe"),
     ],
 )
 def test_what_has_no_size_is_one_line(capsys, words, message):

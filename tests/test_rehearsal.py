@@ -54,7 +54,7 @@ def test_a_rehearsal_goes_through_a_whole_run(tmp_path, corpus):
     last = done.stdout.splitlines()[-1]
     assert last.startswith("rehearsed: ")
     assert f" in {tmp_path}/mine-rehearsal, " in last
-    words = shlex.split(last.split("the real run is: ")[1])
+    words = shlex.split(last.split("The real run is: ")[1])
     assert words[-len(flags.split()) :] == flags.split()
     assert "from_pretrained" not in done.stdout
     folder = tmp_path / "mine-rehearsal"
@@ -117,10 +117,10 @@ def test_what_memory_does_not_hold_is_refused_on_a_cpu(free):
     assert 1 <= chosen < recipe.global_batch_size
     free(round(1.3 * states))
     assert 1 <= choose() < chosen
-    with pytest.raises(UsageError, match=r"needs .* GB .* give a smaller --per_device_train_batch_size, --rehearse"):
+    with pytest.raises(UsageError, match=r"needs .* GB .* Give a smaller --per_device_train_batch_size, --rehearse"):
         choose("--per_device_train_batch_size 200")
     free(states // 2)
-    with pytest.raises(UsageError, match=r"one sample, by its plan, .* free: give --rehearse"):
+    with pytest.raises(UsageError, match=r"one sample, by its plan, .* free. Give --rehearse"):
         choose()
 
 

@@ -215,7 +215,7 @@ def test_warnings(capsys):
         notes = plan(capsys, f"{T4} --per_device_train_batch_size 16 {exact}")["warnings"]
         assert not any("statistics" in note for note in notes)
     notes = plan(capsys, f"{CAPTCHA} --critical_batch_size 1024")["warnings"]
-    assert any("3072 is 3 times the critical one of 1024: about 4 times the samples" in note for note in notes)
+    assert any("3072 is 3 times the critical one of 1024. About 4 times the samples" in note for note in notes)
     assert plan(capsys, f"{CAPTCHA} --critical_batch_size 4000")["warnings"] == []
 
 

@@ -64,7 +64,7 @@ def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str
         print(
             f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {small.global_batch_size} samples, a checkpoint and "
             f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {model}. "
-            f"The real run is:  {shlex.join(drop_flags(find_command(argv), ['rehearse']))}",
+            f"The real run is: {shlex.join(drop_flags(find_command(argv), ['rehearse']))}",
             flush=True,
         )
     return 0

@@ -128,7 +128,7 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     Hyperparameters(learning_rate=0.0002, adam_beta1=0.6, adam_beta2=0.996, adam_epsilon=5e-09, warmup_epochs=None)
     >>> sqrt(Hyperparameters(1e-4, 0.9, 0.999, 1e-8), 256, 2560)
     Traceback (most recent call last):
-    samestep.errors.UsageError: global_batch_size 2560 is too large for sqrt scaling of adam_beta1 0.9 tuned at 256: ...
+    samestep.errors.UsageError: global_batch_size 2560 is too large for sqrt scaling of adam_beta1 0.9 tuned at 256. ...
 
     Reference: Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms, 2022, arXiv:2205.10287.
     """

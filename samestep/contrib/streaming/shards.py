@@ -21,7 +21,7 @@ from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
 
 NUM_TRIES, LONGEST_WAIT = 10, 30.0
-"""Reads of one part of a file, and seconds between two of them at most: two minutes in all."""
+"""Reads of one part of a file, and seconds between two of them at most: 51 seconds in all."""
 BUFFER_SIZE = 2**17
 """Bytes that are read at once; each stream has one file open."""
 MIN_PIECE = 2**20

@@ -1,6 +1,6 @@
 """Which versions of DeepSpeed take the step that they say they take, on a CPU? Each is audited, and computed plainly beside it.
 
-    make bench NAME=deepspeed        half an hour; needs the network; --only 0.18.2 for one version, beside earlier results
+    make bench NAME=deepspeed_versions   half an hour; needs the network; --only 0.18.2 for one version, beside earlier results
 
 `pip install` puts each version into a folder of its own, from its source, without its operators (DS_BUILD_OPS=0), beside the
 torch that is here; no compiler is needed. packages/deepspeed_zero.py, a classifier with SGD in float32, is trained by each
@@ -23,8 +23,6 @@ from typing import Any
 import harness
 
 sys.path.insert(0, str(harness.ROOT / "tests" / "helpers"))
-# This file must not be taken for the library that its runs import
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
 
 import torch
 import torch.nn.functional as F
@@ -259,19 +257,19 @@ def markdown(results: dict[str, Any]) -> str:
         "Error of the weights at the end: without the audit, beside torch alone, in parts of how far they have moved.\n\n"
         + harness.table("DeepSpeed | ZeRO | b x k x N | error of the weights | audit | named | agree", lines)
     )
-    return harness.page("DeepSpeed, version by version, on a CPU", "deepspeed.py", results["about"], body)
+    return harness.page("DeepSpeed, version by version, on a CPU", "deepspeed_versions.py", results["about"], body)
 
 
 def part(results: dict[str, Any]) -> str:
-    return harness.part("deepspeed.py", results["about"], f"{make_table(results)}\n{summarize(results)}\n")
+    return harness.part("deepspeed_versions.py", results["about"], f"{make_table(results)}\n{summarize(results)}\n")
 
 
 def main() -> None:
-    parser = harness.flags("deepspeed", __doc__, only=VERSIONS, work=True)
+    parser = harness.flags("deepspeed_versions", __doc__, only=VERSIONS, work=True)
     arguments = parser.parse_args()
     rows = harness.read_other_rows(arguments.output, "rows", "version", arguments.only)
     rows = [row for row in rows if row["version"] in VERSIONS]
-    results = {"about": harness.about("make bench NAME=deepspeed", ("torch",)), "rows": rows}
+    results = {"about": harness.about("make bench NAME=deepspeed_versions", ("torch",)), "rows": rows}
     with harness.open_work_folder(arguments.work) as folder:
         for version in arguments.only:
             if refusal := install(version, folder):
@@ -280,7 +278,7 @@ def main() -> None:
                 rows += measure_version(version, folder)
             rows.sort(key=lambda row: to_numbers(row["version"]))
             harness.write(arguments.output, results, markdown(results), is_last=version == arguments.only[-1])
-            if arguments.output == harness.RESULTS / "deepspeed":
+            if arguments.output == harness.RESULTS / "deepspeed_versions":
                 harness.write_part(DOCUMENT, "deepspeed", part(results))
     if wrong := [f"{row['version']}, ZeRO {row['zero']}, {row['layout']}" for row in rows if not row["agrees"]]:
         sys.exit(f"ERROR: audit and weights disagree in {'; '.join(wrong)}")
