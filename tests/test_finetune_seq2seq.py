@@ -159,6 +159,11 @@ def test_noise_is_that_of_the_sample(train, folders, pairs, truths, name):
         check(train("noisy", noisy(name, folders, pairs, 3), program="finetune_seq2seq"), truths[name], 1e-4)
 
 
+ROUNDED = 2**-20
+"""Relative error of a step of T5 by 3 processes: its norms are computed in float32, so that a gradient that is multiplied by 3,
+and divided by it, is rounded there."""
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("num_processes", "families"), [(2, ["mbart"]), thorough(2, [*FAMILIES]), thorough(3, [*FAMILIES])]
@@ -168,7 +173,7 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
     lora, program = " --lora_rank 2 --lora_alpha 4 --lora_dropout 0.1", "finetune_seq2seq"
     exact = flags("bart", folders, pairs, 3, dtype="float32")
     others = {
-        "parted": noisy("t5", folders, pairs, 3, steps=4) + lora,
+        "parted": noisy("mbart", folders, pairs, 3, steps=4) + lora,
         "exact": exact.replace("--per_device_train_batch_size 3", "--reproducible 3"),
     }
     alone = {name: train(f"alone_{name}", more, program=program) for name, more in others.items()}
@@ -178,7 +183,8 @@ def test_processes_take_the_same_step(train_on, train, folders, pairs, truths, n
     runs[f"{program}/parted"] += " --resume_from_checkpoint latest"
     folder = train_on(num_processes, runs)
     for name in families:
-        check(folder / program / name, truths[name], 1e-10)
+        is_rounded = num_processes == 3 and name.endswith("t5")
+        check(folder / program / name, truths[name], ROUNDED if is_rounded else 1e-10)
     for name, other in alone.items():
         bound = 0 if name == "exact" else 1e-10
         assert relative(parameters(folder / program / name), parameters(other)) <= bound, name
@@ -202,8 +208,7 @@ def test_the_rest_of_an_epoch_and_a_process_without_samples(train_on, train, fol
     train(f"{program}/resumed", f"{saving} --stop_after_step 1", program=program)
     runs = {"processes": write(5, 1), "idle": write(2, 1), "resumed": f"{saving} --resume_from_checkpoint latest"}
     folder = train_on(3, {f"{program}/{key}": more for key, more in runs.items()}) / program
-    # T5's norms are computed in float32, so that a gradient that is multiplied by 3, and divided by it, is rounded there
-    bound = 2**-20 if name.endswith("t5") else 1e-12
+    bound = ROUNDED if name.endswith("t5") else 1e-12
     for key, truth in (("processes", whole), ("resumed", whole), ("idle", least)):
         losses = [[line["loss"] for line in metrics(path)] for path in (folder / key, truth)]
         assert losses[0] == pytest.approx(losses[1], rel=10 * bound)

@@ -346,7 +346,8 @@ class Saver:
         part = "model"
         if frozen and not isinstance(self.trained.model, FSDPModule):
             part, names = ADAPTER, adapters.name_in_files(_find_adapted(bare_model), tensors)
-            tensors = {names[name]: tensor for name, tensor in tensors.items()}
+            # Buffers of the base, which steps may change (biases that choose experts), are in peft's files under no other name
+            tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
         optimizer = _unwrap(self.trained.optimizer)
         moments = _flatten(get_optimizer_state_dict(self.trained.model, optimizer, options=ON_HOST)["state"])
         parts = {part: _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
