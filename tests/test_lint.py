@@ -71,7 +71,7 @@ model, loader = accelerator.prepare(model, loader)
 """
 TRAINER = """
 from transformers import AutoModelForSequenceClassification, AutoModelForCausalLM, Trainer, TrainingArguments
-model = AutoModelFor{head}.from_pretrained("a")
+model = AutoModelFor{head}.from_pretrained("a"{load})
 trainer = Trainer(model=model, args=TrainingArguments("out"{k}){more})
 """
 INNER = """
@@ -100,7 +100,7 @@ RIGHT = {
     REPORT: {"loss": "cross_entropy(model(x), y)", "added": "loss.item() * len(x)", "divisor": "len(data)"},
     SAMPLER: {"shuffle": "", "told": "sampler.set_epoch(epoch)"},
     TWICE: {"sampler": "RandomSampler"},
-    TRAINER: {"head": "SequenceClassification", "k": "", "more": ""},
+    TRAINER: {"head": "SequenceClassification", "k": "", "more": "", "load": ""},
     INNER: {"head": "model.require_backward_grad_sync = micro_step == 7", "behind": "pass"},
 }  # fmt: skip
 COLLATOR = "collator = DataCollatorForSeq2Seq(tokenizer)"
@@ -152,6 +152,7 @@ SILENT = [
     (TWICE, {}),
     (TRAINER, {}),
     (TRAINER, {"k": ", gradient_accumulation_steps=4", "more": "); import mymodels; print("}),
+    (TRAINER, {"k": ", gradient_accumulation_steps=4", "load": ", trust_remote_code=True"}),
     (TRAINER, {"head": "CausalLM", "k": ", gradient_accumulation_steps=4"}),
     (TRAINER, {"k": ", gradient_accumulation_steps=4", "more": ", compute_loss_func=mine"}),
     (REPORT, {}),
