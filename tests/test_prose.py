@@ -9,6 +9,7 @@ prose = load_docs_program("prose")
 strings = load_docs_program("strings")
 PAGES = prose.pages()
 
+
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_sentences_and_pages_are_short(name):
     assert not prose.find_long(name, PAGES[name])
