@@ -278,7 +278,7 @@ def planned_memory(
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     parts = (num_shards or layout.num_processes) if sharded else 1
     trained = -(-count_trained(model) // parts)
-    weights = -(-model.weight_bytes // parts) if isinstance(model, Decoder | EncoderDecoder) else 4 * trained
+    weights = -(-count_weight_bytes(model) // parts) if hasattr(model, "weight_bytes") else 4 * trained
     options: dict[str, Any] = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
     if sharded:
         options |= {

@@ -226,9 +226,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
-    count_bytes = (
-        model.traffic_bytes if isinstance(model, Transformer | Decoder | EncoderDecoder) else model.saved_bytes
-    )
+    count_bytes = getattr(model, "traffic_bytes", model.saved_bytes)
     return Work(
         flops=model.flops_per_sample,
         saved_bytes=count_bytes(autocast=mixed_precision != "no"),
@@ -244,7 +242,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
 
 def _count_attention(model: Model) -> Attention | None:
     """Count the work of a fused kernel; None: the model stores its scores, or has no formula."""
-    if not isinstance(model, Transformer | Decoder | EncoderDecoder) or model.stores_scores:
+    if getattr(model, "stores_scores", True):
         return None
     return Attention(
         model.attention_flops, model.sequence_length, model.head_size, model.is_causal, model.attention_kernel

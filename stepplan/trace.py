@@ -34,8 +34,6 @@ from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
 from samestep.step import optim
 from samestep.step.noise import noise_by_sample
 from stepplan import base_models
-from stepplan.decoder import Decoder
-from stepplan.memory import model_from_recipe
 from stepplan.transformer import Peak
 
 OLDEST = {torch: (2, 13), transformers: (5, 23)}
@@ -95,7 +93,7 @@ if transformers_models.EXPERTS_MATMUL_BACKWARD is not None:
     )
 
 
-class _Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Counts the bytes of all storages that operators returned and that something still refers to, and their FLOPs.
 
     Where two gradients of one tensor meet, autograd adds the second to the first in place, if nothing else refers to it and
@@ -127,8 +125,12 @@ class _Tracer(TorchDispatchMode):
             self._peak = max(self._peak, self.now)
         self.kernels += func.namespace == "aten" and not func.is_view and torch_tracing.name(func) != "empty"
         if count := FLOPS.get(torch_tracing.packet(func)):
-            self.flops += count(*args, **kwargs, out_val=returned)
+            self.note(torch_tracing.packet(func), count(*args, **kwargs, out_val=returned))
         return returned
+
+    def note(self, packet: Any, flops: int) -> None:
+        """Add the FLOPs of an operator."""
+        self.flops += flops
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         address = torch_tracing.address(storage)
@@ -198,7 +200,7 @@ def trace_step(
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             return loss(model, num_samples)
 
-    with FakeTensorMode(), _Tracer() as tracer:
+    with FakeTensorMode(), Tracer() as tracer:
         model = build().train()
         optimizer = make_optimizer(model)
         tracer.flops = tracer.kernels = 0
@@ -276,12 +278,32 @@ def trace_recipe(
     >>> print(f"{trace.num_parameters:,} parameters, {trace.peak / 1e9:.1f} GB")
     124,439,808 parameters, 4.5 GB
     """
+    model_class = recipe.parts.find("model")
+    build, recipe = make_builder(recipe, mixed_precision=mixed_precision, attn_implementation=attn_implementation)
+    with imitate_cuda(), torch_tracing.silence_log(), transformers_models.trace_experts():
+        return trace_step(
+            build,
+            lambda model, num_samples: model(**model_class.example(recipe, num_samples))[0].sum(),
+            num_samples,
+            mixed_precision=mixed_precision,
+            gradient_checkpointing=gradient_checkpointing,
+            make_optimizer=lambda model: optim.from_recipe(model, recipe),
+        )
+
+
+def make_builder(
+    recipe: Recipe, *, mixed_precision: str, attn_implementation: str
+) -> tuple[Callable[[], SummedLosses], Recipe]:
+    """Return what makes a recipe's model without weights, with a GPU's kernels, and the recipe as it is without them.
+
+    Args:
+        recipe, mixed_precision, attn_implementation: as of `trace_recipe`.
+    """
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
     matrix_bytes = 4
     options: dict[str, Any] = {}
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
-        planned = model_from_recipe(recipe)
-        matrix_bytes = planned.method.matrix_bytes if isinstance(planned, Decoder) else 4
+        matrix_bytes = _find_matrix_bytes(recipe)
         options["shape"] = shape = find_shape(base_models.find_weights(recipe))
         values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"], "model_name_or_path": None}
         recipe = dataclasses.replace(recipe, **values)
@@ -294,7 +316,7 @@ def trace_recipe(
 
     def build() -> SummedLosses:
         with transformers_models.skip_weight_initialization():
-            model = model_class.from_recipe(recipe, None, **options)
+            model: SummedLosses = model_class.from_recipe(recipe, None, **options)
         if matrix_bytes == 2:  # as the files of the base that is not there
             quantization.hold_base(model.model, torch.bfloat16)
         noise_by_sample(model, recipe.seed)
@@ -304,15 +326,17 @@ def trace_recipe(
             use_kernels()
         return model
 
-    with imitate_cuda(), torch_tracing.silence_log(), transformers_models.trace_experts():
-        return trace_step(
-            build,
-            lambda model, num_samples: model(**model_class.example(recipe, num_samples))[0].sum(),
-            num_samples,
-            mixed_precision=mixed_precision,
-            gradient_checkpointing=gradient_checkpointing,
-            make_optimizer=lambda model: optim.from_recipe(model, recipe),
-        )
+    return build, recipe
+
+
+def _find_matrix_bytes(recipe: CausalLmFineTuning) -> int:
+    """Find the bytes of a frozen number of a recipe's base: of its files, but with DoRA 4."""
+    if recipe.lora_rank is None or recipe.use_dora:
+        return 4
+    config = base_models.find_config(base_models.find_weights(recipe))
+    parts = [config.get("text_config") or {}, config]
+    dtypes = [part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name) is not None]
+    return 2 if dtypes and dtypes[0] in ("bfloat16", "float16") else 4
 
 
 def find_shape(name_or_path: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.recipe.catalog import name_changed
 from samestep.recipe.exclusions import find_refusal
+from samestep.recipe.extras import require
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Refusal
 from samestep.recipe.schedule import LearningRates
@@ -17,6 +18,7 @@ from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.recipe.tasks.decoder import check_module_names
 from samestep.recipe.tasks.images import ImageRecipe
 from samestep.recipe.variants import Algorithm
+from stepplan.base_models import UnknownShapeError
 from stepplan.convnet import ConvNet
 from stepplan.decoder import Decoder
 from stepplan.memory import (
@@ -217,6 +219,7 @@ def from_recipe(
     num_train_samples: int | None = None,
     critical_batch_size: float | None = None,
     images: Sequence[tuple[int, int]] | None = None,
+    may_trace: bool = False,
 ) -> Workload:
     """Make the workload of a recipe.
 
@@ -228,11 +231,12 @@ def from_recipe(
         num_train_samples: samples of the training data, where the recipe does not say it.
         critical_batch_size: samples, for a warning.
         images: as of `memory.model_from_recipe`.
+        may_trace: whether a decoder without a formula is traced, which takes seconds and torch.
 
     Raises:
         UsageError: a task without a formula, eager attention for a model without attention, an impossible schedule.
     """
-    model = _set_attention(model_from_recipe(recipe, images), attention, recipe.name)
+    model = find_model(recipe, images, attention=attention, may_trace=may_trace)
     optimizer = recipe.optimizer_name
     num_samples = num_train_samples or getattr(recipe, "num_train_samples", None)
     num_steps, per_epoch = recipe.max_train_steps, None
@@ -277,12 +281,34 @@ def from_recipe(
     )
 
 
-def from_command(recipe: Recipe, **options: Any) -> Workload:
-    """Make the workload of a recipe whose command is printed: what its program would refuse is refused.
+def find_model(
+    recipe: Recipe,
+    images: Sequence[tuple[int, int]] | None = None,
+    *,
+    attention: str = "sdpa",
+    may_trace: bool = True,
+) -> Any:
+    """Find the shape of a recipe's model by its formula, or, of a decoder that has none, by a trace of few layers.
 
     Arguments and errors are those of `from_recipe`.
     """
-    workload = from_recipe(recipe, **options)
+    try:
+        return _set_attention(model_from_recipe(recipe, images), attention, recipe.name)
+    except UnknownShapeError:
+        if not may_trace or not isinstance(recipe, CausalLmFineTuning) or recipe.images:
+            raise
+    require(None, "a model without a formula")
+    from stepplan.traced import trace_decoder  # here: it imports torch
+
+    return trace_decoder(recipe, attention)
+
+
+def from_command(recipe: Recipe, **options: Any) -> Workload:
+    """Make the workload of a recipe whose command is printed: what its program would refuse is refused.
+
+    Arguments and errors are those of `from_recipe`. A decoder without a formula is traced.
+    """
+    workload = from_recipe(recipe, **options, may_trace=True)
     if isinstance(recipe, CausalLmFineTuning) and isinstance(workload.model, Decoder):
         names = workload.model.shape.module_names
         check_module_names(recipe, names, recipe.model_name_or_path or recipe.name)
@@ -299,7 +325,7 @@ def _count_download(recipe: Recipe, model: Model) -> int:
     """Count the bytes of the weights to start from: on the hub 16 bits a number of a language model, 32 of others."""
     if getattr(recipe, "model_name_or_path", None) is None:
         return 0
-    if isinstance(model, Decoder):
+    if hasattr(model, "num_adapter") and not isinstance(model, EncoderDecoder):
         return 2 * (model.num_parameters - model.num_adapter)
     return 4 * model.num_parameters
 

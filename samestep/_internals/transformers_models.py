@@ -79,6 +79,14 @@ def recompute_activations(model: PreTrainedModel, options: dict[str, Any] | None
         model.gradient_checkpointing_enable(options)
 
 
+def keep_activations(model: PreTrainedModel) -> None:
+    """Let a model keep its activations again: undoes `recompute_activations`, and has two names as that has."""
+    if hasattr(model, "activation_checkpointing_disable"):
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()
+
+
 def recomputes_within(model: PreTrainedModel, context_fn: Callable) -> bool:
     """Tell whether all layers that are computed again in the backward are so within `context_fn`.
 

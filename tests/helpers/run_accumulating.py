@@ -96,9 +96,9 @@ def peak_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
     each."""
     folding.BUCKET, tracer = 2**19, contextlib.nullcontext()
     if is_traced:
-        from stepplan.trace import _Tracer  # here: it imports transformers
+        from stepplan.trace import Tracer  # here: it imports transformers
 
-        tracer = _Tracer()
+        tracer = Tracer()
     with tracer:
         network = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
         optimizer = AccumulatingAdamW(network.parameters(), 1e-3, gradient_accumulation_steps=2)

@@ -1,0 +1,535 @@
+"""Decoders without a formula: what few of their layers take, traced by torch without weights, is what all of them take.
+
+Optional: `workload.find_model` alone asks for it, and only for kinds that no formula knows. Tensors are fake, as in
+`stepplan.trace`. A model is built whole, then computed with the first layers only, once with a period of layers more. The
+difference of both is what such a period takes, of memory as of FLOPs: at all peaks of a step the layers behind the first ones
+add what they save. A third number of layers shows whether that holds; where it does not, all layers are traced.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep._internals import torch_tracing, transformers_models
+from samestep._internals.torch_tracing import FakeTensorMode, imitate_cuda
+from samestep.cut.layout import LOGITS_AT_ONCE
+from samestep.errors import UsageError, reason
+from samestep.models.summed_losses import SummedLosses
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from stepplan import base_models, trace
+from stepplan.base_models import UnknownShapeError
+from stepplan.decoder import NF4_BLOCK, Tuning
+from stepplan.transformer import Peak
+
+SHORT = 64
+"""Tokens of the samples that are traced where a model goes from token to token, as Mamba does without its kernel."""
+MOST_ERROR = 0.005
+"""Largest part by which a third number of layers may differ from the line through two."""
+LEAST_ERROR = 1e6
+"""Bytes, or operations, that it may differ by anyway."""
+
+Line = trace.Line
+Key = tuple[bool, bool, int]
+"""(autocast, recomputed, samples) of a micro-batch."""
+Sizes = tuple[int, int, int]
+"""Samples of the micro-batches that are traced: one, as many as fill the head's logits at once, and twice as many."""
+Lines = dict[bool, tuple[tuple[Line, Line], tuple[Line, Line]]]
+"""Recomputed or not -> the forward's peak and the backward's, bytes beyond weights and gradients: below the second of `Sizes`
+a line through the first two, from there on one through the last two."""
+
+
+class Run(NamedTuple):
+    """Traced numbers of a model with some of its layers.
+
+    Attributes:
+        num_parameters, num_trained, weight_bytes: all parameters, those with gradients, bytes as they are kept.
+        flops, forward_flops, attention_flops, kernels: of a sample; of them the forward's, and those of fused attention.
+        peaks: (autocast, recomputed, samples, phase) -> bytes beyond weights and gradients; phase 0 is the forward.
+    """
+
+    num_parameters: float
+    num_trained: float
+    weight_bytes: float
+    flops: float
+    forward_flops: float
+    attention_flops: float
+    kernels: float
+    peaks: Mapping[tuple[bool, bool, int, int], float]
+
+    def combine(self, others: Sequence["Run"], weights: Sequence[float]) -> "Run":
+        """Return the weighted sum of this run and others, each number by itself."""
+        runs = (self, *others)
+        counts = [sum(w * run[i] for run, w in zip(runs, weights, strict=True)) for i in range(len(self) - 1)]
+        peaks = {key: sum(w * run.peaks[key] for run, w in zip(runs, weights, strict=True)) for key in self.peaks}
+        return Run(*counts, peaks)
+
+    def list_numbers(self, keys: Iterable[tuple[bool, bool, int, int]] | None = None) -> list[float]:
+        """List all numbers, of the peaks those of some keys."""
+        return [*self[:-1], *(self.peaks[key] for key in (self.peaks if keys is None else keys))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedDecoder:
+    """A decoder in training, in the words of the planner's other models, with numbers that were traced.
+
+    Attributes:
+        num_parameters, num_trained, num_adapter: all parameters, those with gradients, those of adapters.
+        weight_bytes: bytes of all weights as they are kept.
+        num_layers, hidden_size, vocab_size, length: layers, width, vocabulary, tokens of a sample.
+        flops_per_sample, forward_flops, attention_flops: forward and backward; the forward; fused attention in both.
+        head_size: width of a head of attention.
+        kernels_per_layer: operators of a layer, forward and backward.
+        sizes: of the micro-batches that were traced.
+        lines: traces the bytes beyond weights and gradients, in float32 or under autocast, once when asked.
+        traffic: traces the bytes that a sample's forward saves where all is trained, likewise.
+        cast: bytes of 16-bit copies of float32 weights that autocast keeps to the end of the forward.
+        layer_parameters, layer_trained: parameters of the largest layer, those with gradients.
+        layer_weight_bytes: bytes of the largest layer as it is kept; where nothing is quantised of all its numbers in 1 byte.
+        outside_parameters, outside_trained: parameters outside the layers, those with gradients.
+        working_bytes: bytes of the largest matrix while it is multiplied, of a base in 4 bits.
+        traced_layers: layers that were traced.
+        is_quantized: whether the base is in 4 bits.
+    """
+
+    num_parameters: int
+    num_trained: int
+    num_adapter: int
+    weight_bytes: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    length: int
+    flops_per_sample: int
+    forward_flops: int
+    attention_flops: int
+    head_size: int
+    kernels_per_layer: int
+    sizes: Sizes
+    lines: Callable[[bool], Lines]
+    traffic: Callable[[bool], int]
+    cast: int
+    layer_parameters: int
+    layer_trained: int
+    layer_weight_bytes: float
+    outside_parameters: int
+    outside_trained: int
+    working_bytes: int
+    traced_layers: int
+    is_quantized: bool = False
+
+    unit = "token"
+    has_equal_layers = True
+    is_causal = True
+    is_traced = True
+    kernels = "eager"
+    attention_kernel = None
+    eager_attention = False
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a sample."""
+        return self.length * self.vocab_size
+
+    @property
+    def sequence_length(self) -> int:
+        """T."""
+        return self.length
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether no fused kernel computes its attention, or there is none."""
+        return not self.attention_flops
+
+    @property
+    def forward_share(self) -> float:
+        """The forward's part of all FLOPs."""
+        return self.forward_flops / self.flops_per_sample
+
+    def saved_bytes(self, *, autocast: bool) -> int:
+        """Count the bytes that the forward of a sample saves for its backward; logits exist in parts, and are left out."""
+        return self.lines(autocast)[False][0][1].per_sample
+
+    def traffic_bytes(self, *, autocast: bool) -> int:
+        """Count the bytes by which the traffic between products is measured: those of `saved_bytes`, all trained."""
+        return self.traffic(autocast)
+
+    def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
+        """Return the largest moments of forward and backward, whose bytes all count as activations."""
+        phases, part = self.lines(autocast)[bool(gradient_checkpointing)], num_samples >= self.sizes[1]
+        most = [phase[part].fixed + num_samples * phase[part].per_sample for phase in phases]
+        return tuple(Peak(0, size, 0, self.working_bytes) for size in most)
+
+    def sharded_peaks(
+        self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool, gathered_bytes: int, num_processes: int
+    ) -> tuple[Peak, ...]:
+        """Count the bytes of `peaks` where FSDP2 shards the weights, as `Decoder.sharded_peaks` does.
+
+        Gathered are two layers, what is outside of them, and in the backward a layer's gradient, in float32 while it is
+        reduced. What is gathered in 16 bits is not cast again.
+        """
+        options = {"autocast": autocast, "gradient_checkpointing": gradient_checkpointing}
+        forward, backward = self.peaks(num_samples, **options)
+        w, layers = gathered_bytes, max(1, self.num_layers)
+        spared = (self.cast if not gradient_checkpointing else self.cast // layers) * (w == 2 and autocast)
+        layer = self.layer_weight_bytes * (1 if self.is_quantized else w)
+        outside, gradient = w * self.outside_parameters, w * self.outside_trained
+        reduced = (w + 4) * self.layer_trained
+        return (
+            forward._replace(
+                activations=forward.activations - spared, gathered=round(outside + layer + forward.gathered)
+            ),
+            backward._replace(
+                activations=backward.activations - spared,
+                gathered=round(outside + 2 * layer + gradient + reduced + backward.gathered),
+            ),
+            Peak(0, 0, 0, round(outside + (w + 4) * self.outside_trained + 4 * self.layer_trained)),
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which layers are traced
+
+
+def find_period(kinds: Sequence[Any]) -> tuple[int, int]:
+    """Find the beginning of a model's layers, and the period in which the others repeat themselves to the end.
+
+    The beginning has a layer of each kind, two at least (the first one's input has no gradient), and its last layer is of the
+    kind of the last one of all, because in that the backward's peak may lie.
+
+    Args:
+        kinds: what tells layers apart, one for each.
+
+    Returns:
+        Layers of the beginning, and of a period, of which at least two follow, as few as there are; (n, 0): there is none.
+
+    >>> find_period("aaaaaaaa"), find_period("dmmmmmmm"), find_period("mmmammmammma"), find_period("abc")
+    ((2, 1), (2, 1), (4, 4), (3, 0))
+    """
+    n = len(kinds)
+    found = [(n, 0)]
+    for period in range(1, n // 2 + 1):
+        for first in range(max(2, n % period), n - 2 * period + 1):
+            rest = kinds[first - 1 :]
+            repeats = (n - first) % period == 0 and rest[: len(rest) - period] == rest[period:]
+            if repeats and set(kinds[:first]) == set(kinds):
+                found.append((first, period))
+                break
+    return min(found, key=lambda each: each[0] + 2 * each[1])
+
+
+def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a layer from others: its modules, sizes of its parameters, and what is set on its modules."""
+    simple = (bool, int, float, str, type(None))
+    settings = tuple(
+        (name, type(module).__name__, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, simple) and not key.endswith(("layer_idx", "layer_id", "layer_number"))
+    )
+    return tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()), settings
+
+
+def _find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList | None:
+    """Find the list of a model's layers; None: there is no such list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return next((each for each in lists if len(each) == num_layers), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traces
+
+
+class _Tracer(trace.Tracer):
+    """Counts fused attention, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention_flops = 0
+
+    def note(self, packet: Any, flops: int) -> None:
+        super().note(packet, flops)
+        if "scaled_dot_product" in str(packet):
+            self.attention_flops += flops
+
+
+def _trace_run(
+    model: SummedLosses, tracer: _Tracer, recipe: CausalLmFineTuning, keys: Sequence[Key], scale: int
+) -> Run:
+    """Trace micro-batches of a model with the layers that it has now.
+
+    Args:
+        model: on fake tensors.
+        tracer: that has seen all of its tensors.
+        recipe: whose samples it is given.
+        keys: those that are recomputed last; the first one has a sample.
+        scale: parts into which samples are cut.
+    """
+    transformers_models.keep_activations(model.causal_lm)
+    recipe = dataclasses.replace(recipe, max_seq_length=-(-recipe.max_seq_length // scale))
+    _forward(model, recipe, 1, True).backward()  # from now on there are gradients
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    states = tracer.now  # layers that were taken out are there, too
+    peaks: dict[tuple[bool, bool, int, int], float] = {}
+    counts: list[tuple[float, ...]] = []
+    for autocast, recomputed, b in keys:
+        if recomputed:
+            model.recompute_activations()
+        tracer.flops = tracer.kernels = tracer.attention_flops = 0
+        tracer.peak()
+        total = _forward(model, recipe, b * scale, autocast)
+        forward_flops, forward_attention = tracer.flops, tracer.attention_flops
+        peaks[autocast, recomputed, b, 0] = tracer.peak() - states
+        total.backward()
+        del total
+        peaks[autocast, recomputed, b, 1] = tracer.peak() - states
+        # In samples that are cut, a token sees fewer others
+        more, forward_more = ((scale - 1) * flops for flops in (tracer.attention_flops, forward_attention))
+        attention = scale * tracer.attention_flops
+        counts.append((tracer.flops + more, forward_flops + forward_more, attention, tracer.kernels))
+    sizes = (sum(x.numel() for x in some) for some in (parameters, trained))
+    return Run(*sizes, sum(x.nbytes for x in parameters), *counts[0], peaks)
+
+
+def _find_scale(model: SummedLosses, tracer: _Tracer, recipe: CausalLmFineTuning) -> int:
+    """Find the parts into which samples are cut: 1, or where a model goes from token to token, of about `SHORT` tokens.
+
+    A step of as many operators as tokens would take minutes. As many tokens in more and shorter samples save as many bytes,
+    because none but fused attention looks at pairs of them.
+    """
+    if recipe.max_seq_length < 2 * SHORT:
+        return 1
+    kernels = []
+    for length in (SHORT, 2 * SHORT):
+        tracer.kernels = 0
+        _forward(model, dataclasses.replace(recipe, max_seq_length=length), 1, True)
+        kernels.append(tracer.kernels)
+    return recipe.max_seq_length // SHORT if kernels[1] - kernels[0] > SHORT else 1
+
+
+def _forward(model: SummedLosses, recipe: CausalLmFineTuning, num_samples: int, autocast: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss: Tensor = model(**type(model).example(recipe, num_samples))[0].sum()
+    return loss
+
+
+class _Sizes(NamedTuple):
+    """Numbers that the whole model's modules say, none of which is computed; as of `TracedDecoder`.
+
+    Attributes:
+        num_quantized, layer_quantized, quantized_bytes: frozen weights of the layers' linear modules, of the largest layer, and
+            their bytes as they are traced.
+        largest_matrix: weights of the largest of these.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    head_size: int
+    num_parameters: int
+    num_adapter: int
+    num_quantized: int
+    quantized_bytes: int
+    largest_matrix: int
+    cast: int
+    layer_parameters: int
+    layer_trained: int
+    layer_quantized: int
+    outside_parameters: int
+    outside_trained: int
+
+
+class _Traced(NamedTuple):
+    """Traced numbers of all layers, the model's sizes, and how many layers were computed."""
+
+    run: Run
+    sizes: _Sizes
+    traced_layers: int
+
+
+def _trace_layers(recipe: CausalLmFineTuning, keys: Sequence[Key], attention: str) -> _Traced:
+    """Trace a recipe's model with few of its layers, and extend what they take to all."""
+    build, recipe = trace.make_builder(recipe, mixed_precision="bf16", attn_implementation=attention)
+    with FakeTensorMode(), _Tracer() as tracer:
+        model = build().train()
+        num_layers = model.causal_lm.config.get_text_config().num_hidden_layers
+        layers = _find_layers(model, num_layers)
+        first, period = find_period([_describe_layer(layer) for layer in layers or ()])
+        size = _count_sizes(model, layers)
+        if layers is None or not period:
+            scale = _find_scale(model, tracer, recipe)
+            return _Traced(_trace_run(model, tracer, recipe, keys, scale), size, num_layers)
+        kept = [*layers]
+        del layers[first:]
+        scale = _find_scale(model, tracer, recipe)
+        layers.extend(kept[first : first + 2 * period])
+        third = _trace_run(model, tracer, recipe, keys[:1], scale)
+        del layers[first + period :]
+        second = _trace_run(model, tracer, recipe, keys, scale)
+        del layers[first:]
+        start = _trace_run(model, tracer, recipe, keys, scale)
+        number = (num_layers - first) // period
+        run, expected = (start.combine([second], (1 - n, n)) for n in (number, 2))
+        pairs = zip(third.list_numbers(), expected.list_numbers(third.peaks), strict=True)
+        is_line = all(math.isclose(a, b, rel_tol=MOST_ERROR, abs_tol=LEAST_ERROR) for a, b in pairs)
+        if is_line and run.num_parameters == size.num_parameters:
+            return _Traced(run, size, first + 2 * period)
+        layers.extend(kept[first:])
+        return _Traced(_trace_run(model, tracer, recipe, keys, scale), size, num_layers)
+
+
+def _count_sizes(model: SummedLosses, layers: nn.ModuleList | None) -> _Sizes:
+    """Count the parameters of the whole model and of its largest layer."""
+    largest = max(layers or [nn.Identity()], key=lambda layer: sum(x.numel() for x in layer.parameters()))
+    inside = {id(x) for layer in layers or () for x in layer.parameters()}
+    parameters = list(model.parameters())
+    linears = [x for layer in layers or () for x in layer.modules() if isinstance(x, nn.Linear)]
+    config = model.causal_lm.config.get_text_config()
+    own = list(largest.parameters())
+    quantized = {id(x.weight): x.weight.numel() for x in linears if not x.weight.requires_grad}
+    cast = {id(x.weight): x.weight.numel() for x in linears if x.weight.dtype == torch.float32}
+    return _Sizes(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_parameters=sum(x.numel() for x in parameters),
+        num_adapter=sum(x.numel() for name, x in model.named_parameters() if "lora_" in name),
+        num_quantized=sum(quantized.values()),
+        quantized_bytes=sum({id(x.weight): x.weight.nbytes for x in linears if not x.weight.requires_grad}.values()),
+        largest_matrix=max([0, *quantized.values()]),
+        cast=2 * sum(cast.values()),
+        layer_parameters=sum(x.numel() for x in own),
+        layer_trained=sum(x.numel() for x in own if x.requires_grad),
+        layer_quantized=sum(quantized.get(id(x), 0) for x in own),
+        outside_parameters=sum(x.numel() for x in parameters if id(x) not in inside),
+        outside_trained=sum(x.numel() for x in parameters if id(x) not in inside and x.requires_grad),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For the planner
+
+
+def trace_decoder(recipe: CausalLmFineTuning, attention: str = "sdpa") -> TracedDecoder:
+    """Trace the decoder that a recipe fine-tunes, with its program's head, adapters and attention.
+
+    Under autocast now, in float32 when the planner asks for it.
+
+    Args:
+        recipe: of texts, whose model no formula knows.
+        attention: sdpa or eager.
+
+    Raises:
+        UsageError: torch or transformers is missing or too old; transformers does not know the model, or it cannot be traced.
+    """
+    trace.check_versions(trace.OLDEST)
+    vocab_size = trace.find_shape(base_models.find_weights(recipe)).get("vocab_size", base_models.UNKNOWN_VOCABULARY)
+    full = max(2, -(-(LOGITS_AT_ONCE // vocab_size + 1) // recipe.max_seq_length))
+    sizes = 1, full, 2 * full
+    plain = _Request(recipe, sizes, attention, True)
+    whole: dict[str, Any] = {"lora_rank": None, "lora_alpha": None, "use_dora": False, "modules_to_save": ()}
+    everything = plain if recipe.lora_rank is None else plain.change(whole)
+    return _make_decoder(recipe, plain, everything)
+
+
+class _Request(NamedTuple):
+    """A trace that may be asked for: of a recipe, micro-batches of some sizes, with a kernel of attention.
+
+    Attributes:
+        recipe, sizes, attention: of the trace.
+        recomputes: whether activations are computed again, too.
+    """
+
+    recipe: CausalLmFineTuning
+    sizes: Sizes
+    attention: str
+    recomputes: bool
+
+    def change(self, fields: Mapping[str, Any]) -> "_Request":
+        """Return the request of a recipe with other fields, nothing recomputed."""
+        return self._replace(recipe=dataclasses.replace(self.recipe, **fields), recomputes=False)
+
+    def trace(self, autocast: bool) -> _Traced:
+        """Trace, once for all that ask."""
+        return _trace_once(*self, autocast)
+
+    def fit_lines(self, autocast: bool) -> Lines:
+        """Fit the lines of `TracedDecoder.lines`."""
+        peaks, (one, full, double) = self.trace(autocast).run.peaks, self.sizes
+
+        def fit(recomputed: bool, phase: int) -> tuple[Line, Line]:
+            def line(small: int, large: int) -> Line:
+                low, high = (peaks[autocast, recomputed, b, phase] for b in (small, large))
+                slope = round((high - low) / (large - small))
+                return Line(round(low) - small * slope, slope)
+
+            return line(one, full), line(full, double)
+
+        return {r: (fit(r, 0), fit(r, 1)) for r in (False, True)[: 1 + self.recomputes]}
+
+    def count_saved(self, autocast: bool) -> int:
+        """Count the bytes that the forward of a sample saves."""
+        return self.fit_lines(autocast)[False][0][1].per_sample
+
+
+@functools.lru_cache(maxsize=16)
+def _trace_once(
+    recipe: CausalLmFineTuning, sizes: Sizes, attention: str, recomputes: bool, autocast: bool
+) -> _Traced:
+    name = recipe.model_name_or_path or recipe.architecture
+    keys = [(autocast, recomputed, b) for recomputed in (False, True)[: 1 + recomputes] for b in sizes]
+    try:
+        with imitate_cuda(), torch_tracing.silence_log(), transformers_models.trace_experts():
+            return _trace_layers(dataclasses.replace(recipe, base_quantization=None), keys, attention)
+    except UsageError:
+        raise
+    except Exception as error:  # of any kind: the code is not ours
+        raise UnknownShapeError(
+            f"{name} has no formula, and cannot be traced: {reason(error)}. Train a few steps of it, --max_train_steps 5, to "
+            "see what they take"
+        ) from None
+
+
+def _make_decoder(recipe: CausalLmFineTuning, plain: _Request, everything: _Request) -> TracedDecoder:
+    """Make the planner's model of a trace; `everything` is one with all weights trained."""
+    run, sizes, traced_layers = plain.trace(True)
+    is_quantized = recipe.base_quantization is not None
+    weight_bytes, layer_bytes, working = run.weight_bytes, float(sizes.layer_parameters), 0
+    if is_quantized:
+        each = Tuning().quantized_bytes
+        weight_bytes += sizes.num_quantized * each - sizes.quantized_bytes
+        layer_bytes = 4 * (layer_bytes - sizes.layer_quantized) + each * sizes.layer_quantized
+        working = round(sizes.largest_matrix * (2 + 4 / NF4_BLOCK))
+    return TracedDecoder(
+        num_parameters=sizes.num_parameters,
+        num_trained=round(run.num_trained),
+        num_adapter=sizes.num_adapter,
+        weight_bytes=round(weight_bytes),
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        vocab_size=sizes.vocab_size,
+        length=recipe.max_seq_length * (1 if recipe.objective == "sft" else 2),
+        flops_per_sample=round(run.flops),
+        forward_flops=round(run.forward_flops),
+        attention_flops=round(run.attention_flops),
+        head_size=sizes.head_size,
+        kernels_per_layer=round(run.kernels / sizes.num_layers),
+        sizes=plain.sizes,
+        lines=plain.fit_lines,
+        traffic=everything.count_saved,
+        cast=sizes.cast,
+        layer_parameters=sizes.layer_parameters,
+        layer_trained=sizes.layer_trained,
+        layer_weight_bytes=layer_bytes,
+        outside_parameters=sizes.outside_parameters,
+        outside_trained=sizes.outside_trained,
+        working_bytes=working,
+        traced_layers=traced_layers,
+        is_quantized=is_quantized,
+    )
