@@ -45,6 +45,7 @@ def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict
     The error is None where the model has no formula, because then the plan is made of a trace.
     """
     has_formula = isinstance(workload.model, Transformer | Decoder | ConvNet | EncoderDecoder)
+    has_formula = has_formula or hasattr(workload.model, "traced_layers")
     planned = workload.memory(layout, **options | {"sharded": False}).total if has_formula else None
     peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
@@ -124,6 +125,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "communication": _describe_communication(workload),
         "flops_per_sample": model.flops_per_sample,
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
+        **({"traced_layers": model.traced_layers} if hasattr(model, "traced_layers") else {}),
         "num_steps": num_steps,
         "batch_sizes": [list(pair) for pair in workload.sizes] or None,
         "missing": None if num_steps is not None else "num_train_samples" if workload.script else "max_train_steps",

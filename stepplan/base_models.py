@@ -193,6 +193,27 @@ def is_decoder(config: Mapping[str, Any]) -> bool:
     return find_kind(config) in MODEL_TYPES and is_generator
 
 
+def may_be_decoder(config: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration is of a language model, of a kind with a formula or by the name of its class.
+
+    >>> may_be_decoder({"model_type": "jamba", "architectures": ["JambaForCausalLM"]}), may_be_decoder({"model_type": "jamba"})
+    (True, False)
+    """
+    if is_decoder(config) or configs.has_formula(config) or config.get("is_encoder_decoder"):
+        return is_decoder(config)
+    name = configs.find_class(config)
+    return name.endswith(GENERATORS[0]) or (name.endswith(GENERATORS[1]) and bool(_text_part(config)))
+
+
+def find_num_positions(config: Mapping[str, Any]) -> int | None:
+    """Find the most tokens that a model of a configuration reads; None: it does not say."""
+    for field in ("max_position_embeddings", "n_positions"):
+        value = {**config, **_text_part(config)}.get(field)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
 def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     """Return the shape of a decoder from its configuration.
 

@@ -54,6 +54,7 @@ def judge(placement: Placement) -> Certainty:
     model, time = placement.workload.model, placement.time
     reasons = [f"of samples of more than {LONGEST:,} tokens"] * (model.length > LONGEST)
     reasons += ["of experts"] * (isinstance(model, Decoder) and model.shape.num_experts > 0)
+    reasons += ["of a model without a formula"] * hasattr(model, "traced_layers")
     if is_host_bound(time.launches, time.total):
         band = max(band, HOST_BAND)
     return Certainty(band * UNKNOWN ** len(reasons), (*known, *reasons))

@@ -273,6 +273,12 @@ def _list_model(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
         f"({states / 2**30:.3f} GiB) in float32",
     )
+    if "traced_layers" in answer:
+        yield (
+            "traced",
+            f"no formula knows this kind of model: a step of {answer['traced_layers']} layers was traced on fake tensors, "
+            "and extended to all. Recurrences are computed as without packages of kernels",
+        )
     if "images" in answer:
         images = answer["images"]
         yield (

@@ -13,10 +13,8 @@ from typing import NamedTuple
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.printing import format_count
-from stepplan.decoder import Decoder
 from stepplan.hardware import Device, Hardware
 from stepplan.memory import Model, count_trained, gathered_bytes
-from stepplan.stacks import EncoderDecoder
 from stepplan.transformer import Transformer
 
 BUCKET = 25 * 2**20

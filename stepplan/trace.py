@@ -10,6 +10,7 @@ inside itself, fragmentation, the allocator's rounding to 512 bytes.
 """
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -87,6 +88,23 @@ FLOPS = flop_registry | {
     ),
     transformers_models.EXPERTS_MATMUL: lambda tokens, weights, *_, **__: 2 * tokens.numel() * weights.shape[-1],
 }
+
+
+def _count_convolution_backward(grad, x, weight, _bias, _stride, _padding, _dilation, transposed, *rest, out_val):
+    """Count the FLOPs of a convolution's backward: as many as the forward's for each gradient that is asked for.
+
+    torch 2.13 counts the gradient of a weight as if its channels were in one group. Of a convolution of each channel alone,
+    as before a scan, that is as many times too much as there are channels.
+    """
+    _output_padding, groups, wanted = rest
+    count = flop_registry[aten.convolution_backward]
+    if groups == 1:
+        return count(grad, x, weight, _bias, _stride, _padding, _dilation, transposed, *rest, out_val=out_val)
+    places = (x if transposed else grad).shape
+    return sum(wanted[:2]) * 2 * places[0] * math.prod(places[2:]) * weight.numel()
+
+
+FLOPS[aten.convolution_backward] = _count_convolution_backward
 if transformers_models.EXPERTS_MATMUL_BACKWARD is not None:
     FLOPS[transformers_models.EXPERTS_MATMUL_BACKWARD] = lambda tokens, weights, *_, **__: (
         4 * tokens.numel() * weights.shape[-1]
@@ -339,11 +357,18 @@ def _find_matrix_bytes(recipe: CausalLmFineTuning) -> int:
     return 2 if dtypes and dtypes[0] in ("bfloat16", "float16") else 4
 
 
+NO_SHAPE = (
+    *("dtype", "torch_dtype", "text_config", "quantization_config", "auto_map"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+)
+"""Fields of a configuration that say nothing of a shape: types, and kernels and code, which would be loaded."""
+
+
 def find_shape(name_or_path: str) -> dict[str, Any]:
     """Find the fields of a decoder's configuration, as the planner does: weights stay on the hub."""
     config = base_models.find_config(name_or_path)
     fields = {**config, **(config.get("text_config") or {}), "model_type": base_models.find_kind(config)}
-    return {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype", "text_config")}
+    return {name: value for name, value in fields.items() if name not in NO_SHAPE}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from samestep._internals import torch_tracing, transformers_models
 from samestep._internals.torch_tracing import FakeTensorMode, imitate_cuda
 from samestep.cut.layout import LOGITS_AT_ONCE
-from samestep.errors import UsageError, reason
+from samestep.errors import reason
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from stepplan import base_models, trace
@@ -479,16 +479,12 @@ class _Request(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _trace_once(
-    recipe: CausalLmFineTuning, sizes: Sizes, attention: str, recomputes: bool, autocast: bool
-) -> _Traced:
+def _trace_once(recipe: CausalLmFineTuning, sizes: Sizes, attention: str, recomputes: bool, autocast: bool) -> _Traced:
     name = recipe.model_name_or_path or recipe.architecture
     keys = [(autocast, recomputed, b) for recomputed in (False, True)[: 1 + recomputes] for b in sizes]
     try:
         with imitate_cuda(), torch_tracing.silence_log(), transformers_models.trace_experts():
             return _trace_layers(dataclasses.replace(recipe, base_quantization=None), keys, attention)
-    except UsageError:
-        raise
     except Exception as error:  # of any kind: the code is not ours
         raise UnknownShapeError(
             f"{name} has no formula, and cannot be traced: {reason(error)}. Train a few steps of it, --max_train_steps 5, to "

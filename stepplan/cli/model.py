@@ -15,7 +15,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES
 from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
-from stepplan.base_models import find_config, is_decoder, shape_from_config
+from stepplan.base_models import find_config, find_num_positions, is_decoder, shape_from_config
 from stepplan.configs import IMAGE, find_class, has_formula, model_from_config
 from stepplan.methods import STARTING_RECIPE
 from stepplan.workload import Workload, from_model
@@ -115,7 +115,7 @@ def load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
             f"{name} holds no weights: --from_scratch plans its pretraining, --from_scratch false fine-tuning with weights "
             "of its shape"
         )
-    num_positions = shape_from_config(config, name).max_length if is_decoder(config) else config.get("n_positions")
+    num_positions = shape_from_config(config, name).max_length if is_decoder(config) else find_num_positions(config)
     if num_positions is not None and training.seq_len > num_positions:
         raise UsageError(
             f"seq_len is {training.seq_len}, but {name} has {num_positions} positions: use {num_positions} or less"

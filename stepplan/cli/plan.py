@@ -32,11 +32,10 @@ from stepplan.cli.terms import read_terms
 from stepplan.growth import MOST_DEVICES
 from stepplan.hardware import MAX_DEVICES, Hardware, parse
 from stepplan.image_text import read_sizes
-from stepplan.memory import model_from_recipe
 from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
 from stepplan.page import page
 from stepplan.placement import Placement, TooLargeError, place
-from stepplan.workload import KERNELS, Workload, format_flags, from_command, set_kernels
+from stepplan.workload import KERNELS, Workload, find_model, format_flags, from_command, set_kernels
 
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
@@ -107,7 +106,7 @@ def plan(argv: list[str]) -> None:
             raise UsageError(f"--num_train_tokens with {format_name(name)}, which reads images: give --max_train_steps")
         if lengths := [field for field in STEPS if field in changes]:
             raise UsageError(f"--num_train_tokens with {' and '.join(lengths)}: leave out one of them")
-        length = model_from_recipe(recipe).length
+        length = find_model(recipe).length
         changes |= {"max_train_steps": count_steps(settings.num_train_tokens, recipe.global_batch_size, length)}
         recipe = pretrained_shape.load(name, changes)
     if settings.write_recipe is not None:

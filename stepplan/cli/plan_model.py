@@ -9,7 +9,7 @@ from samestep.errors import UsageError
 from samestep.recipe import scaling
 from samestep.recipe.reading import format_name
 from samestep.recipe.scaling import Hyperparameters
-from stepplan.base_models import find_config, is_decoder
+from stepplan.base_models import find_config, may_be_decoder
 from stepplan.cli.elsewhere import move
 from stepplan.cli.model import (
     FINE_TUNING,
@@ -39,7 +39,7 @@ def plan_model(argv: list[str]) -> None:
         num_steps = count_steps(settings.num_train_tokens, training.global_batch_size, training.seq_len)
         training = dataclasses.replace(training, max_train_steps=num_steps)
     config = find_config(training.model_name_or_path)
-    if is_decoder(config):
+    if may_be_decoder(config):
         _plan_decoder(settings, training, argv)
         return
     script_words = _write_fine_tuning(settings.write_recipe, training, config) if settings.write_recipe else None

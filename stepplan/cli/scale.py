@@ -7,7 +7,7 @@ from samestep.cli.flags import OutputSettings, read_recipe, write_file
 from samestep.recipe.extras import require
 from samestep.recipe.settings import limit, setting
 from stepplan import answer, text
-from stepplan.base_models import find_config, is_decoder
+from stepplan.base_models import find_config, may_be_decoder
 from stepplan.cli.model import load_fine_tuning, make_workload, read_model
 from stepplan.hardware import MAX_DEVICES, NETWORK, load_device, set_network
 from stepplan.workload import from_recipe
@@ -29,13 +29,15 @@ def scale(argv: list[str]) -> None:
     """Put a recipe, or a model without one, on more and more devices."""
     if argv and not argv[0].startswith("-"):
         recipe, settings, _, changes = read_recipe("scale", argv, ScaleSettings)
-        workload = from_recipe(recipe, changes=changes, critical_batch_size=settings.critical_batch_size)
+        workload = from_recipe(
+            recipe, changes=changes, critical_batch_size=settings.critical_batch_size, may_trace=True
+        )
     else:
         settings, training = read_model("scale", argv, ScaleSettings)
         config = find_config(training.model_name_or_path)
-        if is_decoder(config):
+        if may_be_decoder(config):
             recipe, _ = load_fine_tuning(training)
-            workload = from_recipe(recipe, critical_batch_size=settings.critical_batch_size)
+            workload = from_recipe(recipe, critical_batch_size=settings.critical_batch_size, may_trace=True)
             workload = dataclasses.replace(workload, name=training.name)
         else:
             workload = make_workload(training, config, settings.critical_batch_size)
