@@ -1,9 +1,9 @@
 """Decoders without a formula: what few of their layers take, traced by torch without weights, is what all of them take.
 
 Optional: `workload.find_model` alone asks for it, and only for kinds that no formula knows. Tensors are fake, as in
-`stepplan.trace`. A model is built whole, then computed with the first layers only, once with a period of layers more. The
-difference of both is what such a period takes, of memory as of FLOPs: at all peaks of a step the layers behind the first ones
-add what they save. A third number of layers shows whether that holds; where it does not, all layers are traced.
+`stepplan.trace`. A model is built whole, then computed with few of its layers, and once with one more of each kind. The
+difference is what such a layer takes, of memory as of FLOPs: at each peak of a step further layers add what they save. Another
+number of layers shows whether that holds; where it does not, all layers are traced.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from stepplan.transformer import Peak
 SHORT = 64
 """Tokens of the samples that are traced where a model goes from token to token, as Mamba does without its kernel."""
 MOST_ERROR = 0.005
-"""Largest part by which a third number of layers may differ from the line through two."""
+"""Largest part by which another number of layers may differ from what the runs before it say."""
 LEAST_ERROR = 1e6
 """Bytes, or operations, that it may differ by anyway."""
 
@@ -195,31 +195,45 @@ class TracedDecoder:
 # Which layers are traced
 
 
-def find_period(kinds: Sequence[Any]) -> tuple[int, int]:
-    """Find the beginning of a model's layers, and the period in which the others repeat themselves to the end.
+MOST_KINDS = 6
+"""Kinds of layers of a model of which not all layers are traced."""
 
-    The beginning has a layer of each kind, two at least (the first one's input has no gradient), and its last layer is of the
-    kind of the last one of all, because in that the backward's peak may lie.
+
+class Choice(NamedTuple):
+    """The layers that are traced.
+
+    Attributes:
+        base: places of the first run's.
+        more: of each kind that has others, the place of one more layer, and how many are left out of the base.
+    """
+
+    base: list[int]
+    more: list[tuple[int, int]]
+
+
+def choose_layers(kinds: Sequence[Any]) -> Choice | None:
+    """Choose layers that say what all take; None: too many kinds, or layers too few, to leave some out.
+
+    The base has a layer of each kind, the first two (the first one's input has no gradient) and the last one, because in that
+    the backward's peak may lie.
 
     Args:
         kinds: what tells layers apart, one for each.
 
-    Returns:
-        Layers of the beginning, and of a period, of which at least two follow, as few as there are; (n, 0): there is none.
-
-    >>> find_period("aaaaaaaa"), find_period("dmmmmmmm"), find_period("mmmammmammma"), find_period("abc")
-    ((2, 1), (2, 1), (4, 4), (3, 0))
+    >>> choose_layers("aaaaaaaa")
+    Choice(base=[0, 1, 7], more=[(2, 5)])
+    >>> choose_layers("mmmammmammma"), choose_layers("abc")
+    (Choice(base=[0, 1, 3, 11], more=[(2, 7), (7, 1)]), None)
     """
     n = len(kinds)
-    found = [(n, 0)]
-    for period in range(1, n // 2 + 1):
-        for first in range(max(2, n % period), n - 2 * period + 1):
-            rest = kinds[first - 1 :]
-            repeats = (n - first) % period == 0 and rest[: len(rest) - period] == rest[period:]
-            if repeats and set(kinds[:first]) == set(kinds):
-                found.append((first, period))
-                break
-    return min(found, key=lambda each: each[0] + 2 * each[1])
+    base = sorted({0, min(1, n - 1), n - 1, *(kinds.index(kind) for kind in set(kinds))}) if n else []
+    left = [place for place in range(n) if place not in base]
+    more: dict[Any, list[int]] = {}
+    for place in left:
+        more.setdefault(kinds[place], []).append(place)
+    if len(set(kinds)) > MOST_KINDS or len(left) < len(more) + 2:
+        return None
+    return Choice(base, [(places[0], len(places)) for places in more.values()])
 
 
 def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
@@ -359,28 +373,62 @@ def _trace_layers(recipe: CausalLmFineTuning, keys: Sequence[Key], attention: st
         model = build().train()
         num_layers = model.causal_lm.config.get_text_config().num_hidden_layers
         layers = _find_layers(model, num_layers)
-        first, period = find_period([_describe_layer(layer) for layer in layers or ()])
-        size = _count_sizes(model, layers)
-        if layers is None or not period:
+        kinds = [_describe_layer(layer) for layer in layers or ()]
+        choice, size = choose_layers(kinds), _count_sizes(model, layers)
+        kept = _Layers(model, layers)
+        if choice is None:
             scale = _find_scale(model, tracer, recipe)
             return _Traced(_trace_run(model, tracer, recipe, keys, scale), size, num_layers)
-        kept = [*layers]
-        del layers[first:]
+        others = [place for place in range(num_layers) if place not in choice.base]
+        places = [place for place, _ in choice.more]
+        spare = next(place for place in others if place not in places)
+        kept.keep(choice.base)
         scale = _find_scale(model, tracer, recipe)
-        layers.extend(kept[first : first + 2 * period])
-        third = _trace_run(model, tracer, recipe, keys[:1], scale)
-        del layers[first + period :]
-        second = _trace_run(model, tracer, recipe, keys, scale)
-        del layers[first:]
-        start = _trace_run(model, tracer, recipe, keys, scale)
-        number = (num_layers - first) // period
-        run, expected = (start.combine([second], (1 - n, n)) for n in (number, 2))
-        pairs = zip(third.list_numbers(), expected.list_numbers(third.peaks), strict=True)
+        base = _trace_run(model, tracer, recipe, keys, scale)
+        runs = []
+        for place in places:
+            kept.keep([*choice.base, place])
+            runs.append(_trace_run(model, tracer, recipe, keys, scale))
+        kept.keep([*choice.base, *places, spare])
+        check = _trace_run(model, tracer, recipe, keys[:1], scale)
+        numbers = [1 + (kinds[place] == kinds[spare]) for place in places]
+        run, expected = (base.combine(runs, (1 - sum(each), *each)) for each in ([n for _, n in choice.more], numbers))
+        pairs = zip(check.list_numbers(), expected.list_numbers(check.peaks), strict=True)
         is_line = all(math.isclose(a, b, rel_tol=MOST_ERROR, abs_tol=LEAST_ERROR) for a, b in pairs)
         if is_line and run.num_parameters == size.num_parameters:
-            return _Traced(run, size, first + 2 * period)
-        layers.extend(kept[first:])
+            return _Traced(run, size, len(choice.base) + len(choice.more) + 1)
+        kept.keep(range(num_layers))
         return _Traced(_trace_run(model, tracer, recipe, keys, scale), size, num_layers)
+
+
+class _Layers:
+    """The layers of a model, of which some are taken out, and put in again.
+
+    Attributes:
+        layers: the model's list; None: it has none.
+        whole: all of them.
+        config: the model's, whose list of kinds, where it has one, follows.
+    """
+
+    def __init__(self, model: SummedLosses, layers: nn.ModuleList | None):
+        self.layers, self.whole = layers, list(layers or ())
+        self.config = model.causal_lm.config.get_text_config()
+        names = ("layer_types", "layers_block_type", "mlp_layer_types")
+        lists = {name: getattr(self.config, name, None) for name in names}
+        self.lists = {
+            name: list(kinds) if isinstance(kinds, list) and len(kinds) == len(self.whole) else None
+            for name, kinds in lists.items()
+        }
+
+    def keep(self, places: Iterable[int]) -> None:
+        """Keep the layers of some places, in their order."""
+        assert self.layers is not None
+        places = sorted(places)
+        del self.layers[:]
+        self.layers.extend(self.whole[place] for place in places)
+        for name, kinds in self.lists.items():
+            if kinds is not None:
+                getattr(self.config, name)[:] = [kinds[place] for place in places]
 
 
 def _count_sizes(model: SummedLosses, layers: nn.ModuleList | None) -> _Sizes:

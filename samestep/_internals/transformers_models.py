@@ -116,19 +116,37 @@ def find_routers(model: nn.Module) -> dict[nn.Module, str]:
 def trace_experts() -> AbstractContextManager:
     """Let mixtures of experts multiply by `EXPERTS_MATMUL` within this context, in the dtype of their weights.
 
-    transformers 5.24, `integrations.moe._can_use_grouped_mm`: it chooses torch's `grouped_mm`, whose kernels take float32, too,
-    but not its rule for fake tensors (torch 2.13). Autocast leaves either of them alone.
+    transformers 5.24, `integrations.moe._grouped_mm`: it chooses torch's `grouped_mm`, whose kernels take float32, too, but not
+    its rule for fake tensors (torch 2.13). Autocast leaves either of them alone. Of frozen weights torch's kernel keeps no
+    tokens and computes no gradient; `EXPERTS_MATMUL` does both, so that `_FrozenExperts` calls it.
     """
-    return mock.patch.object(moe, "_can_use_grouped_mm", _no_kernel)
+    return mock.patch.object(moe, "_grouped_mm", _multiply_by_experts)
 
 
 def _no_sequences(position_ids: Tensor) -> None:
     """Find no packed sequences; unlike a mock, keep no reference to the argument."""
 
 
-def _no_kernel(tokens: Tensor, weights: Tensor, offsets: Tensor) -> bool:
-    """Find no kernel; unlike a mock, keep no references to the arguments."""
-    return False
+def _multiply_by_experts(tokens: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """Multiply tokens [S, n] by the weights [E, n, m] of their experts, as torch's kernel does on a GPU."""
+    tokens = tokens.to(weights.dtype)
+    product = EXPERTS_MATMUL if weights.requires_grad else _FrozenExperts.apply
+    return product(tokens, weights, offs)
+
+
+class _FrozenExperts(torch.autograd.Function):
+    """Multiplies by weights that need no gradient, so that it keeps the weights alone."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.offs = offs
+        return EXPERTS_MATMUL(tokens, weights, offs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weights,) = ctx.saved_tensors
+        return EXPERTS_MATMUL(gradients[0], weights.transpose(1, 2), ctx.offs), None, None
 
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
