@@ -26,7 +26,7 @@ from stepplan.base_models import UnknownShapeError
 from stepplan.decoder import NF4_BLOCK, Tuning
 from stepplan.transformer import Peak
 
-SHORT = 64
+SHORT = 16
 """Tokens of the samples that are traced where a model goes from token to token, as Mamba does without its kernel."""
 MOST_ERROR = 0.005
 """Largest part by which another number of layers may differ from what the runs before it say."""
