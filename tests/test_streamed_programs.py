@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 
@@ -9,16 +10,22 @@ import chat_bases
 import pytest
 import torch
 from cases import keep
-from common import model_of
+from common import DROPOUT, model_of
 from compare import check, parameters, relative, untimed_metrics
 from forks import call_in_fork
 from hooks import StepCount
+
+from samestep.data import seq2seq
+from samestep.data.arrow import Dataset
+from samestep.data.tokenizer import train_wordpiece
+from samestep.recipe.catalog import load
 
 STREAM = " --streaming --num_streams 6 --shuffle_buffer_size 8"
 CHAT = (  # GPT-2 normalises in float64: Llama's float32 rounds what three processes multiply by 3
     " --dataset_name none --num_train_samples none --num_validation_samples none --num_generations 0 --architecture gpt2 "
     "--num_key_value_heads none"
 )
+LABELS = f"{DROPOUT} --train_file DATA/labels --tokenizer_name DATA/bert"
 # Name -> program, and flags beside its tiny model's; DATA is the folder of the shards.
 WORKLOADS = {
     "blocks": ("pretrain_gpt2", " --resid_pdrop 0.1 --train_file DATA/texts --validation_file DATA/texts/0.jsonl"),
@@ -32,6 +39,23 @@ WORKLOADS = {
     "preferences": (
         "finetune_causal_lm",
         f"{CHAT} --train_file DATA/pairs.jsonl --validation_file DATA/pairs.jsonl --objective orpo --train_on completions",
+    ),
+    "bert": (
+        "pretrain_bert",
+        f"{DROPOUT} --train_file DATA/texts --validation_file DATA/texts/0.jsonl --tokenizer_name DATA/bert",
+    ),
+    "labels": ("finetune_classifier", f"{LABELS} --validation_file DATA/labels/0.jsonl"),
+    "numbers": ("finetune_classifier", f"{LABELS} --label_column number --validation_file DATA/labels/0.jsonl"),
+    "sources": (
+        "finetune_seq2seq",
+        " --train_file DATA/sources --validation_file DATA/sources/0.jsonl --tokenizer_name DATA/t5 --vocab_size 300 "
+        "--dataset_name none --num_train_samples none --num_validation_samples none --num_generations 0 "
+        "--max_source_length 24 --max_target_length 16 --architecture bart --max_position_embeddings 24",  # as above
+    ),
+    "embeddings": (
+        "train_embeddings",
+        " --train_file DATA/queries --validation_file DATA/queries/0.jsonl --tokenizer_name DATA/bert --vocab_size 300 "
+        "--dataset_name none --num_negatives 1",
     ),
 }
 
@@ -47,9 +71,28 @@ def data(corpus, tmp_path_factory):
         (folder / name).mkdir()
         for number in range(7):
             (folder / name / f"{number}.jsonl").write_text("".join(lines[number::7]))
+    words = [re.findall(r"[A-Za-z]+", json.loads(line)["text"]) for line in texts]
+    train_wordpiece(Dataset.from_list([{"text": " ".join(text)} for text in words]), 300, True).save_pretrained(
+        folder / "bert"
+    )
+    labels, sources, queries = [], [], []
+    for row, text in enumerate(words):
+        some, more = " ".join(text[: 2 + row % 17]), " ".join(text[3 : 5 + row % 5])
+        labels.append({"text": some, "label": "abc"[row % 3], "number": row / 8 + 0.3})
+        sources.append({"source": some, "target": more})
+        queries.append({"query": some, "positive": more, "negative": " ".join(text[9:12]) if row % 4 else None})
+    for name, rows in (("labels", labels), ("sources", sources), ("queries", queries)):
+        (folder / name).mkdir()
+        for number in range(7):
+            (folder / name / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[number::7]))
+    changes = {"train_file": [str(folder / "sources" / "0.jsonl")], "dataset_name": None, "vocab_size": 300}
+    changes |= {"num_train_samples": None, "num_validation_samples": None, "tokenizer": "byte_level_bpe"}
+    seq2seq.build(load("seq2seq_small_cpu", changes))[0].tokenizer.save_pretrained(folder / "t5")
     questions = [f"Say {number}." for number in range(30)]
     rows = [{"instruction": text, "output": "yes " * (len(text) % 4 + 1)} for text in questions]
-    pairs = [{"prompt": text, "chosen": "aa " * (place % 4 + 1), "rejected": "b"} for place, text in enumerate(questions)]
+    pairs = [
+        {"prompt": text, "chosen": "aa " * (place % 4 + 1), "rejected": "b"} for place, text in enumerate(questions)
+    ]
     for name, part in (("alpaca", rows), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return folder
@@ -58,7 +101,7 @@ def data(corpus, tmp_path_factory):
 def flags(data, workload, cap, batch=10, more=""):
     """Write flags that train a workload in float64, seven steps, into the second epoch of its streams."""
     cut = f"--global_batch_size {batch} --per_device_train_batch_size {cap} --dtype float64 --max_train_steps 7"
-    own = f"{WORKLOADS[workload][1]}{STREAM} --tokenizer_name DATA/tokenizer"
+    own = f" --tokenizer_name DATA/tokenizer{STREAM}{WORKLOADS[workload][1]}"
     return f"{cut}{own.replace('DATA', str(data))}{more}"
 
 
@@ -131,9 +174,7 @@ def test_a_run_moves_between_numbers_of_processes(train_on, reference, data, mov
     for num_processes, stop in zip(map(int, moves), (2, 5, 7), strict=True):
         more = f" --stop_after_step {stop}" + " --resume_from_checkpoint latest" * (stop > 2)
         cut = num_processes + 1
-        runs = {
-            name: flags(data, workload, cut, more=more) for name, workload in zip(names, WORKLOADS, strict=True)
-        }
+        runs = {name: flags(data, workload, cut, more=more) for name, workload in zip(names, WORKLOADS, strict=True)}
         folder = train_on(num_processes, runs)
     for name, workload in zip(names, WORKLOADS, strict=True):
         check(folder / name, reference(workload), "float64")

@@ -300,7 +300,7 @@ def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path,
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3  # once each, though two epochs have met them
     assert all(line.startswith("WARNING: left out: ") for line in lines)
-    with pytest.raises(UsageError, match=r"b.jsonl.gz is damaged: "):
+    with pytest.raises(UsageError, match=r"b.jsonl.gz: damaged: "):
         stream(str(tmp_path / "b.jsonl.gz"), num_streams=1, shuffle_buffer_size=20000)[0]
     skipping = stream(str(tmp_path), num_streams=1, shuffle_buffer_size=4, on_bad_row="skip")
     seen = [skipping[number]["text"] for number in range(1600)]
@@ -310,7 +310,7 @@ def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path,
     assert [marks[number]["text"] for number in range(1600, 1700)] == [
         skipping[number]["text"] for number in range(1600, 1700)
     ]
-    assert "b.jsonl.gz is damaged" in capsys.readouterr().err
+    assert "b.jsonl.gz: damaged: " in capsys.readouterr().err
     (tmp_path / "c.jsonl").write_text("\n\n")
     with pytest.raises(UsageError, match="hold no row that can be used in a whole epoch"):
         stream(str(tmp_path / "c.jsonl"), num_streams=1)[0]
