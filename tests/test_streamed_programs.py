@@ -10,14 +10,17 @@ import chat_bases
 import pytest
 import torch
 from cases import keep
-from common import DROPOUT, model_of
+from common import DROPOUT, ROOT, model_of, tasks_of, tiny_argv
 from compare import check, parameters, relative, untimed_metrics
 from forks import call_in_fork
 from hooks import StepCount
 
+from samestep.contrib.streaming import segments
 from samestep.data import seq2seq
 from samestep.data.arrow import Dataset
 from samestep.data.tokenizer import train_wordpiece
+from samestep.errors import UsageError
+from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 
 STREAM = " --streaming --num_streams 6 --shuffle_buffer_size 8"
@@ -204,3 +207,154 @@ def test_a_kill_in_the_middle_of_a_step_changes_no_bit(train, data, after_forwar
     killed = train("killed", flags(data, workload, 4, more=more), program=program)
     assert untimed_metrics(killed) == untimed_metrics(whole)
     assert torch.equal(parameters(killed), parameters(whole))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows with a fault
+
+
+def read_skipped(output_dir):
+    """Read the list of skipped rows: end of each place -> reason."""
+    rows = [json.loads(line) for line in (output_dir / "skipped_rows.jsonl").read_text().splitlines()]
+    found = {row["place"].rpartition("/")[2]: row["reason"] for row in rows}
+    assert len(found) == len(rows), "each row once"
+    return found
+
+
+BAD = ['{"text": ', "[1]", '{"other": 1}', '{"messages": [{"role": "user", "content": 3}], "prompt": 1, "text": 2}']
+
+
+@pytest.fixture
+def damage(data, tmp_path):
+    """Copy shards, texts cut short, with rows that have a fault; return the folder, and the places of those."""
+
+    def run(name):
+        folder, places = tmp_path / "damaged", []
+        folder.mkdir()
+        for number, file in enumerate(sorted((data / name).glob("*.jsonl"))):
+            rows = map(json.loads, file.read_text().splitlines())
+            lines = [json.dumps(row | {"text": row["text"][:60]} if name == "texts" else row) for row in rows]
+            lines[number % 3 : number % 3] = [BAD[number % len(BAD)]]
+            begin = sum(len(line.encode()) + 1 for line in lines[: number % 3])
+            places.append(f"{number}.jsonl, byte {begin}")
+            (folder / file.name).write_text("\n".join(lines) + "\n")
+        return folder, places
+
+    return run
+
+
+@pytest.mark.parametrize(("workload", "name"), [("blocks", "texts"), ("chats", "chats")])
+def test_rows_with_a_fault_are_listed_over_kills(train, data, damage, after_forward, workload, name):
+    """Two epochs meet them; the list has each once, and a session that is killed leaves nothing out of it."""
+    folder, places = damage(name)
+    program = WORKLOADS[workload][0]
+    more = f" --train_file {folder} --on_bad_row skip --checkpointing_steps 1"
+    whole = train("whole", flags(data, workload, 4, more=more + " --max_train_steps 14"), program=program)
+    skipped = read_skipped(whole)
+    assert sorted(skipped) == sorted(places)
+    assert any("JSON list" in reason for reason in skipped.values())
+    (whole / "skipped_rows.jsonl").write_text('{"place": "of an earlier run"}\n')
+
+    def session():
+        with StepCount() as steps:
+            after_forward(
+                model_of(program), lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if steps.value == 2 else None
+            )
+            train("whole", flags(data, workload, 4, more=more + " --max_train_steps 14 --overwrite_output_dir"), program=program)
+
+    assert call_in_fork(session)[0] == -signal.SIGKILL
+    file = whole / "skipped_rows.jsonl"
+    file.write_text(file.read_text() + '{"place": "cut o')
+    more += " --resume_from_checkpoint latest --max_train_steps 14"
+    train("whole", flags(data, workload, 4, more=more), program=program)
+    assert read_skipped(whole) == skipped
+
+
+@pytest.mark.distributed
+def test_three_processes_list_rows_with_a_fault_once(train_on, data, damage):
+    folder, places = damage("texts")
+    more = f" --train_file {folder} --on_bad_row skip --max_train_steps 14"
+    names = {f"pretrain_gpt2/{workload}": flags(data, workload, 2, more=more) for workload in ("blocks", "documents")}
+    output = train_on(3, names)
+    for name in names:
+        assert sorted(read_skipped(output / name)) == sorted(places)
+
+
+def test_a_row_with_a_fault_ends_the_run_unless_it_is_skipped(train, data, damage):
+    folder, _ = damage("chats")
+    with pytest.raises(UsageError, match=r"0.jsonl, byte 0: .*on_bad_row skip"):
+        train("refused", flags(data, "chats", 4, more=f" --train_file {folder}"), program="finetune_causal_lm")
+
+
+@pytest.mark.parametrize("workload", ["mixture", "preferences"])
+def test_mixtures_and_pairs_skip_rows_with_a_fault(train, data, tmp_path, workload):
+    """As if they had never been there: the same weights as of the shards without them."""
+    program, own = WORKLOADS[workload]
+    last = own.split("--train_file ")[1].split(" --")[0].split()[-1].replace("DATA", str(data))
+    bad = tmp_path / last.rpartition("/")[2]
+    lines = (data / bad.name).read_text().splitlines()
+    bad.write_text("\n".join([*BAD[:3], *lines[:7], BAD[3], *lines[7:]]) + "\n")
+    runs = {}
+    for name, file in (("good", data / bad.name), ("bad", bad)):
+        changed = flags(data, workload, 4, more=" --on_bad_row skip").replace(f" {data}/{bad.name}", f" {file}", 1)
+        runs[name] = train(name, changed, program=program)
+    assert torch.equal(parameters(runs["bad"]), parameters(runs["good"]))
+    assert len(read_skipped(runs["bad"])) == len(BAD)
+    assert not (runs["good"] / "skipped_rows.jsonl").exists()
+
+
+def test_rows_that_a_rule_leaves_out_are_counted(train, data, capsys):
+    train("short", flags(data, "chats", 4, more=" --max_seq_length 27"), program="finetune_causal_lm")
+    said = capsys.readouterr().out
+    assert re.search(r"left out in this session: [0-9]+ rows, longer than max_seq_length 27", said)
+    with pytest.raises(UsageError, match=r"no row that can be used in a whole epoch, .*longer than max_seq_length 8"):
+        train("none", flags(data, "chats", 4, more=" --max_seq_length 8"), program="finetune_causal_lm")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is refused, and what is special to a task
+
+
+@pytest.mark.parametrize(
+    ("program", "more", "message"),
+    [
+        ("pretrain_bert", "--shuffle_buffer_size 1", "shuffle_buffer_size is 1"),
+        ("pretrain_bert", "--recipe bert_modern_small_cpu", "tokenizer_name is null, but streaming"),
+        ("finetune_classifier", "--num_labels none", "labels of a stream cannot be counted before"),
+        ("finetune_classifier", "--validation_split_name test --dataset_name x", "held-out rows are read whole"),
+        ("finetune_seq2seq", "--modality speech --dataset_name none --train_file x.jsonl", "only texts are streamed"),
+        ("train_embeddings", "--num_train_epochs 1 --max_train_steps none", "number of samples is not known"),
+    ],
+)
+def test_what_makes_no_sense_of_a_stream_is_refused(program, more, message):
+    argv = tiny_argv(program, ROOT / "x.jsonl", "run", f"--streaming --validation_fraction 0 {more}")
+    with pytest.raises(UsageError, match=message):
+        run_settings.parse(argv, tasks_of(program), "")
+
+
+def test_labels_without_held_out_texts_are_numbers(train, data, tmp_path):
+    rows = [{"text": f"a {'b ' * (row % 5)}", "label": row % 3} for row in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = f" --train_file {tmp_path}/rows.jsonl --validation_file none --validation_fraction 0 --num_labels"
+    output_dir = train("three", flags(data, "labels", 4, more=f"{more} 3"), program="finetune_classifier")
+    assert json.loads((output_dir / "config.json").read_text())["id2label"] == {"0": "0", "1": "1", "2": "2"}
+    with pytest.raises(UsageError, match=r"label '2' is none of the classes '0', '1'"):
+        train("two", flags(data, "labels", 4, more=f"{more} 2"), program="finetune_classifier")
+
+
+def test_the_second_segment_of_another_document_is_a_neighbour(data):
+    """As often as the recipe says, from a document that was read with the first; alone in its buffer none is random."""
+    changes = {"streaming": True, "train_file": [str(data / "texts")], "tokenizer_name": str(data / "bert")}
+    changes |= {"dataset_name": None, "validation_fraction": 0.0, "max_train_steps": 5, "num_train_epochs": None}
+    changes |= {"vocab_size": 600, "num_streams": 7, "max_seq_length": 48}
+    train, _ = segments.StreamedSentencePairs.build(load("bert_small_cpu", changes), None, "refuse")
+    pairs = [train.draw(0, number) for number in range(700)]
+    assert 0.4 < sum(pair.is_random for pair in pairs) / len(pairs) < 0.6
+    assert all(pair.length <= 48 for pair in pairs)
+    assert [train.draw(0, number).second.tolist() for number in (3, 99, 5)] == [
+        pairs[number].second.tolist() for number in (3, 99, 5)
+    ]
+    changes |= {"shuffle_buffer_size": 1, "next_sentence_probability": 1.0}
+    alone, _ = segments.StreamedSentencePairs.build(load("bert_small_cpu", changes), None, "refuse")
+    alone.next_sentence_probability = 0.5
+    assert not any(alone.draw(0, number).is_random for number in range(100))

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep.contrib.streaming import shards
 from samestep.contrib.streaming.shards import BadRow, DamagedShard, FileReader, Shard
-from samestep.contrib.streaming.streams import ENDLESS, LeftOut, Source, Streams
+from samestep.contrib.streaming.streams import ENDLESS, LeftOut, Source, Streams, describe_refusal
 from samestep.data import conversation_rows, documents
 from samestep.data.tokenizer import choose_tokenizer
 from samestep.errors import UsageError
@@ -113,7 +113,7 @@ def read_first(source: Source) -> list[tuple[str, Any]]:
                 if isinstance(row, BadRow):
                     problem, num_bad = f"has no row that can be used: {place}: {row}", num_bad + 1
                     if source.on_bad_row == "refuse":
-                        raise UsageError(f"{place}: {row}")
+                        raise UsageError(describe_refusal(place, row))
                 elif not isinstance(row, LeftOut):
                     rows.append((place, row))
                 if len(rows) == NUM_FIRST or (not rows and num_bad == MAX_BAD):

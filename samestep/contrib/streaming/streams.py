@@ -179,13 +179,19 @@ class Rows:
         if isinstance(why, LeftOut):
             self.counts[why] += 1
             return
-        reason = why.removeprefix(place).removeprefix(":").strip()  # it may begin with the place
         if self.source.on_bad_row == "refuse":
-            raise UsageError(f"{place}: {reason.rstrip('.')}; --on_bad_row skip leaves out what cannot be used")
+            raise UsageError(describe_refusal(place, why))
+        reason = why.removeprefix(place).removeprefix(":").strip()  # it may begin with the place
         if place not in self.bad:  # once, also where the stream went back
             self.bad[place] = reason
             self.new.append((place, reason))
             warn(f"left out: {place}: {reason}")
+
+
+def describe_refusal(place: str, why: str) -> str:
+    """Say why a row ends the run, and what leaves it out."""
+    reason = why.removeprefix(place).removeprefix(":").strip().rstrip(".")
+    return f"{place}: {reason}; --on_bad_row skip leaves out what cannot be used"
 
 
 class Stream:
