@@ -248,8 +248,8 @@ def test_rows_with_a_fault_are_listed_over_kills(train, data, damage, after_forw
     """Two epochs meet them; the list has each once, and a session that is killed leaves nothing out of it."""
     folder, places = damage(name)
     program = WORKLOADS[workload][0]
-    more = f" --train_file {folder} --on_bad_row skip --checkpointing_steps 1"
-    whole = train("whole", flags(data, workload, 4, more=more + " --max_train_steps 14"), program=program)
+    more = f" --train_file {folder} --on_bad_row skip --checkpointing_steps 1 --max_train_steps 14"
+    whole = train("whole", flags(data, workload, 4, more=more), program=program)
     skipped = read_skipped(whole)
     assert sorted(skipped) == sorted(places)
     assert any("JSON list" in reason for reason in skipped.values())
@@ -260,12 +260,16 @@ def test_rows_with_a_fault_are_listed_over_kills(train, data, damage, after_forw
             after_forward(
                 model_of(program), lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if steps.value == 2 else None
             )
-            train("whole", flags(data, workload, 4, more=more + " --max_train_steps 14 --overwrite_output_dir"), program=program)
+            train(
+                "whole",
+                flags(data, workload, 4, more=more + " --overwrite_output_dir"),
+                program=program,
+            )
 
     assert call_in_fork(session)[0] == -signal.SIGKILL
     file = whole / "skipped_rows.jsonl"
     file.write_text(file.read_text() + '{"place": "cut o')
-    more += " --resume_from_checkpoint latest --max_train_steps 14"
+    more += " --resume_from_checkpoint latest"
     train("whole", flags(data, workload, 4, more=more), program=program)
     assert read_skipped(whole) == skipped
 
