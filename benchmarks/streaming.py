@@ -174,7 +174,7 @@ def measure_order(folder: Path, num_moves: int, seed: int = 0) -> dict[str, Any]
                 "processes": num_processes,
                 "first": step,
                 "killed": victim is not None,
-                "steps": done - step,
+                "steps": max(0, done - step),
                 "start": max(starts, default=None),
                 "mb": max((line["bytes"] for line in lines), default=0) / 1e6,
             }

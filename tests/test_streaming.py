@@ -452,6 +452,18 @@ def test_one_sha_of_a_billion_rows():
     assert len(set(whole)) == len(whole)
 
 
+def test_rows_of_a_buffer_are_packed():
+    """A buffer of texts takes less than half of what they would take."""
+    words = [f"word{number * 7919 % 500}" for number in range(600)]
+    streams = draw_streams(num_shards=1, size=100, buffer_size=100, keep=lambda row: " ".join(words[row:]))
+    assert sorted(streams.draw(number).value for number in range(100)) == sorted(
+        " ".join(words[n:]) for n in range(100)
+    )
+    streams.draw(50)
+    (stream,) = streams.streams[0]
+    assert 2 * sum(len(packed) for _, packed in stream._buffer) < sum(len(" ".join(words[n:])) for n in range(100))
+
+
 def test_what_is_no_row_is_a_fault_that_says_so():
     streams = draw_streams(
         convert=lambda rows: [BadRow("odd") if row % 2 else row for _, row in rows], on_bad_row="skip"

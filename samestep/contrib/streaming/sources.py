@@ -1,4 +1,4 @@
-"""What the streamed samples of all tasks share: the shards that a recipe names, its first rows, what is held out."""
+"""Sources of the streamed samples of all tasks: the shards that a recipe names, their first rows; held-out samples."""
 
 import dataclasses
 import functools

@@ -11,6 +11,8 @@ import functools
 import hashlib
 import itertools
 import math
+import pickle
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -211,7 +213,7 @@ class Stream:
         self.first, self.index, self.filling, self.row, self.used = mark, mark.done, mark.filling, mark.row, mark.used
         self._begin = (mark.epoch, mark.turn, mark.offset)  # of the buffer
         self._coming = self.rows.read(self._begin)
-        self._buffer: list[tuple[str, Any]] = []
+        self._buffer: list[tuple[str, bytes]] = []  # places and rows, packed
         self._order = np.zeros(0, np.int64)
         self._converted: dict[int, Any] = {}
         self.places: list[str] = []
@@ -243,7 +245,7 @@ class Stream:
                 continue
             if self.row not in self._converted:
                 numbers = self._find_group(self.row)
-                rows = [self._buffer[self._order[number]] for number in numbers]
+                rows = [self._unpack(number) for number in numbers]
                 self._converted = dict(zip(numbers, self.rows.source.convert(rows), strict=True))
             value, place = self._converted[self.row], self._buffer[self._order[self.row]][0]
             if isinstance(value, BadRow | LeftOut):
@@ -271,10 +273,14 @@ class Stream:
         """Go to the next row."""
         self.row, self.used = self.row + 1, 0
 
+    def _unpack(self, number: int) -> tuple[str, Any]:
+        place, packed = self._buffer[self._order[number]]
+        return place, pickle.loads(zlib.decompress(packed))
+
     def _fill(self) -> None:
         for row in self._coming:
-            if row is not None:
-                self._buffer.append(row)
+            if row is not None:  # a text shrinks to a third, in a tenth of the time that tokenizing it takes
+                self._buffer.append((row[0], zlib.compress(pickle.dumps(row[1]), 1)))
             # A buffer holds no rows of two epochs: so each epoch has every row once
             if len(self._buffer) == self.buffer_size or (row is None and self._buffer):
                 break
