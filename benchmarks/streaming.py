@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--steps", type=harness.positive, default=100, help="of a round [100]")
     parser.add_argument("--precision", choices=harness.PRECISIONS, default=harness.PRECISION)
     arguments = parser.parse_args()
+    load_average = f"{os.getloadavg()[0]:.0f} on {len(os.sched_getaffinity(0))} cores"
     torch.set_num_threads(1)
     stop_malloc_returning_memory()
     with harness.open_work_folder(arguments.work) as folder:
@@ -283,7 +284,7 @@ def main() -> None:
         speed = measure_speed(folder, arguments.steps, arguments.rounds, arguments.precision)
         print(speed, file=sys.stderr)
     precision = "bf16" if arguments.precision == "bf16" else "float32"
-    more = {"rows": NUM_SHARDS * NUM_ROWS, "moves": arguments.moves, "precision": precision}
+    more = {"rows": NUM_SHARDS * NUM_ROWS, "moves": arguments.moves, "precision": precision, "load": load_average}
     about = harness.about("make bench NAME=streaming", ("torch", "transformers", "tokenizers"), threads=1, **more)
     results = {"about": about, "order": order, "speed": speed}
     harness.write(arguments.output, results, markdown(results))
@@ -320,7 +321,8 @@ def markdown(results: dict) -> str:
         f"Drawn rows, by real processes:\n\n{harness.table('what | measured | asked', rows)}\n"
         f"Documents, {speed['shards_mb']:.0f} MB in 64 shards of JSON lines, by one process with one thread, forward and "
         f"backward in {about['precision']}; medians (smallest to largest) of {len(speed['ratios'])} rounds:\n\n"
-        f"{harness.table('what | measured | asked', documents)}"
+        f"{harness.table('what | measured | asked', documents)}\n"
+        f"When it began, the machine had a load of {about['load']}.\n"
     )
     return harness.page("Streams", "streaming.py", about, body)
 
