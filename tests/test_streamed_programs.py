@@ -209,6 +209,24 @@ def test_a_kill_in_the_middle_of_a_step_changes_no_bit(train, data, after_forwar
     assert torch.equal(parameters(killed), parameters(whole))
 
 
+def test_a_resumed_run_reads_no_row_again(train, data, tmp_path):
+    """What was read before the checkpoint is garbage when the run goes on; its first rows are looked at again."""
+    file = tmp_path / "one.jsonl"
+    lines = [json.dumps({"text": "word " * 9 + f"{row:3d}"}) for row in range(400)]
+    file.write_text("\n".join(lines) + "\n")
+    more = f" --train_file {file} --packing false --max_train_steps 14"
+    whole = train("whole", flags(data, "documents", 4, more=more), program="pretrain_gpt2")
+    train("run", flags(data, "documents", 4, more=f"{more} --stop_after_step 12"), program="pretrain_gpt2")
+    lines[70:90] = ["[" * len(line) for line in lines[70:90]]
+    file.write_text("\n".join(lines) + "\n")
+    again = train(
+        "run", flags(data, "documents", 4, more=f"{more} --resume_from_checkpoint latest"), program="pretrain_gpt2"
+    )
+    assert torch.equal(parameters(again), parameters(whole))
+    with pytest.raises(UsageError, match=r"one.jsonl, byte .*not a JSON object"):
+        train("anew", flags(data, "documents", 4, more=more), program="pretrain_gpt2")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # rows with a fault
 

@@ -128,6 +128,8 @@ class StreamPosition(Part):
         self.bad: dict[str, str] = {problem.place: problem.reason for problem in _list_held_out(run.data[0])}
         self.listed: set[str] = set()
         self.counts: Counter[str] = Counter()
+        if run.start.state.streams:
+            run.data[0].streams.seek({int(number): mark for number, mark in run.start.state.streams.items()})
         if run.accelerator.is_main_process:
             self._read_listed()
 

@@ -375,13 +375,18 @@ class Streams:
         return bad, counts
 
     def list_marks(self) -> dict[int, list[int]]:
-        """List the places of all streams that have been read here: number -> integers of `Mark`."""
-        return {
-            self._firsts[source] + stream.rows.number: list(stream.mark)
-            for source, streams in enumerate(self.streams)
-            for stream in streams
-            if stream.index
-        }
+        """List the places of all streams that have been read here: number -> integers of `Mark`.
+
+        A stream that went back behind the place at which a session began is listed with that place.
+        """
+        found = {}
+        for source, streams in enumerate(self.streams):
+            for stream in streams:
+                number = self._firsts[source] + stream.rows.number
+                mark = max(self._starts.get(number, Mark()), stream.mark, key=lambda mark: mark.done)
+                if mark.done:
+                    found[number] = list(mark)
+        return found
 
     def seek(self, marks: Mapping[int, Sequence[int]]) -> None:
         """Go to the places that `list_marks` listed, perhaps on other processes; streams that are not among them begin anew."""
