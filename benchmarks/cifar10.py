@@ -2,18 +2,19 @@
 
     make bench NAME=cifar10
 
-The recipe resnet18_cifar10 made smaller (two blocks of 32 and 64 channels, 16 x 16 pixels), with group and with batch normalisation, on two data
-sets: scikit-learn's digits, and gratings that are drawn here and read from files in the form of CIFAR-10's. The class of a grating
-is its direction; phase, colours and noise are drawn. Every run sees as many images, in the order of its seed, from the same first
-weights.
+The recipe resnet18_cifar10 made smaller (two blocks of 32 and 64 channels, 16 x 16 pixels), with group and with batch
+normalisation. Data: scikit-learn's digits, and gratings that are drawn here and read from files in the form of CIFAR-10's. The
+class of a grating is its direction; phase, colours and noise are drawn. All runs of a seed have the same first weights, and see
+the same images in the same order.
 
 - cut: steps of 64 images in k micro-batches, by sums: what samestep means by k.
 - same rate: steps of k times 16 images at the rate of k = 1: what is told of sparse updates.
 - k times the rate: the same, by the linear rule.
 
-All in float64, so that what differs is no rounding. Rates rise over the first tenth, and stay. Training loss: the last tenth of the images, before they are learned from. Accuracy:
-held-out images, by running statistics where there are any. Apart: the largest relative difference of a step's loss from that of
-the same seed with k = 1. Means and standard deviations (n - 1) over the seeds.
+All in float64, so that what differs is no rounding. Rates rise over the first tenth, and stay. Training loss: the last tenth of
+the images, before they are learned from. Accuracy: held-out images, by running statistics where there are any. Apart: the
+largest relative difference of a step's loss from that of the same seed with k = 1. Means and standard deviations (n - 1) over
+the seeds.
 """
 
 import itertools
@@ -36,7 +37,7 @@ from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
 from samestep.recipe.catalog import load
 
 B, SMALL, RATE = 64, 16, 0.05  # images of a step that is cut; of a micro-batch otherwise; for 64 images
-NUM_IMAGES, NUM_DRAWN, NUM_HELD_OUT = 5120, 1400, 400
+NUM_IMAGES, NUM_DRAWN, NUM_HELD_OUT = 5120, 1400, 400  # of a run, by default; of the drawn files
 KS = (1, 4, 8)
 WAYS = {"cut": KS, "same rate": KS, "k times the rate": KS[1:]}
 DATA, NORMALIZATIONS = ("digits", "gratings"), ("group", "batch")
@@ -103,11 +104,11 @@ def build_model(data: str, normalization: str, seed: int) -> nn.Module:
 
 
 def train_model(
-    model: nn.Module, train: images.Images, held_out: images.Images, case: Case, seed: int
+    model: nn.Module, train: images.Images, held_out: images.Images, case: Case, seed: int, num_images: int
 ) -> dict[str, Any]:
     """Train, and return losses of steps, the last loss, and accuracy and loss on what is held out."""
     optimizer = torch.optim.SGD(model.double().parameters(), lr=case.rate, momentum=0.9)
-    order, num_steps, step_losses = Order(len(train), case.batch, seed, "carry"), NUM_IMAGES // case.batch, []
+    order, num_steps, step_losses = Order(len(train), case.batch, seed, "carry"), num_images // case.batch, []
     model.train()
     for step in range(num_steps):
         optimizer.param_groups[0]["lr"] = case.rate * min(1.0, (step + 1) / (0.1 * num_steps))
@@ -133,7 +134,7 @@ def train_model(
     }
 
 
-def measure(data: str, normalization: str, seed: int, folder: Path) -> list[dict[str, Any]]:
+def measure(data: str, normalization: str, seed: int, folder: Path, num_images: int) -> list[dict[str, Any]]:
     """Train every way and k of a seed; the distance of curves is that of pairs."""
     train, held_out = build_data(data, folder, seed)
     rows, done = [], dict[tuple[int, int, float], dict[str, Any]]()
@@ -142,7 +143,8 @@ def measure(data: str, normalization: str, seed: int, folder: Path) -> list[dict
             case = Case(way, k)
             key = case.batch, case.micro_batch, case.rate
             if key not in done:  # 64 images in 4 micro-batches come in two ways
-                done[key] = train_model(build_model(data, normalization, seed), train, held_out, case, seed)
+                model = build_model(data, normalization, seed)
+                done[key] = train_model(model, train, held_out, case, seed, num_images)
             row = dict(done[key])
             curve = np.array(row.pop("losses"))
             if way == "cut":
@@ -156,15 +158,17 @@ def measure(data: str, normalization: str, seed: int, folder: Path) -> list[dict
 def main() -> None:
     parser = harness.flags("cifar10", __doc__, only=DATA)
     parser.add_argument("--seeds", type=harness.positive, default=5)
+    parser.add_argument("--num_images", type=harness.positive, default=NUM_IMAGES, help="that a run sees")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    about = harness.about("make bench NAME=cifar10", ("torch", "transformers"), seeds=arguments.seeds)
+    more = {"seeds": arguments.seeds, "num_images": arguments.num_images}
+    about = harness.about("make bench NAME=cifar10", ("torch", "transformers"), **more)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         draw_gratings(Path(folder))
         for data, normalization in itertools.product(arguments.only, NORMALIZATIONS):
             for seed in range(arguments.seeds):
-                rows += measure(data, normalization, seed, Path(folder))
+                rows += measure(data, normalization, seed, Path(folder), arguments.num_images)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "cifar10":

@@ -18,7 +18,9 @@ NUM_ROWS = 8
 def draw(seed: int, num_rows: int = NUM_ROWS) -> tuple[np.ndarray, np.ndarray]:
     """Draw images, uint8 [rows, 32, 32, 3], and their labels, uint8 [rows]."""
     rng = np.random.default_rng(seed)
-    return rng.integers(256, size=(num_rows, 32, 32, 3), dtype=np.uint8), rng.integers(10, size=num_rows, dtype=np.uint8)
+    return rng.integers(256, size=(num_rows, 32, 32, 3), dtype=np.uint8), rng.integers(
+        10, size=num_rows, dtype=np.uint8
+    )
 
 
 def write(path, pixels: np.ndarray, labels: np.ndarray) -> None:
@@ -107,7 +109,9 @@ def test_images_are_shifted_and_mirrored(folder):
             }
             assert sum(map(sum, windows.values())) == 1
             mirrored.append(any(windows[True]))
-        assert torch.equal(train.collate([train.draw(epoch, 5)])["pixel_values"][0], whole(train, epoch)["pixel_values"][5])
+        assert torch.equal(
+            train.collate([train.draw(epoch, 5)])["pixel_values"][0], whole(train, epoch)["pixel_values"][5]
+        )
     assert 10 < sum(mirrored) < 38
 
 

@@ -447,7 +447,7 @@ def representatives() -> Iterator[Printed]:
 
 
 def test_every_command_that_pages_rest_on_is_run():
-    """A command of samestep by test_a_command_works, a training by test_a_training_runs; make claims is an hour of computing."""
+    """A command of samestep by test_a_command_works, a training by test_a_training_runs; make claims takes an hour."""
     by_words = {command.words: command for command in COMMANDS}
     trained = {command.words for command in representatives()}
     assert len(SHOWN_TO_WORK) > 30

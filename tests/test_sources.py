@@ -1,4 +1,4 @@
-"""What texts name, and the trees: every row has a state, every leaf a plan that says what the tree says, every page is generated.
+"""What texts name, and the trees: every row has a state, every leaf a plan that says so, every picture is generated.
 
 That their commands are run is a test of test_printed_commands.py.
 """
@@ -36,7 +36,9 @@ def test_what_works_has_a_command_and_each_command_a_row():
 @pytest.mark.parametrize("row", [row for row in LIST["rows"] if row.state == "study"], ids=lambda row: row.what[:30])
 def test_a_study_names_its_experiment(row):
     """Experiments whose claims and results are there."""
-    names = [name for name in re.findall(r"`(\w+)`", row.how) if re.search(rf"^## .* \(`{name}`\)$", CLAIMS, re.MULTILINE)]
+    names = [
+        name for name in re.findall(r"`(\w+)`", row.how) if re.search(rf"^## .* \(`{name}`\)$", CLAIMS, re.MULTILINE)
+    ]
     assert names, row
     for name in names:
         assert list((ROOT / "studies" / "claims" / "results").glob(f"{name}-*.json")), name

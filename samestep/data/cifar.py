@@ -1,7 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009) from its binary edition, as it lies in a folder: cifar-10-binary.tar.gz, unpacked.
 
-Each file holds images one behind the other: a byte of label, 0 to 9, then 32 x 32 bytes of red, of green and of blue, by rows. The
-pickled edition is refused, because a pickle is a program.
+Each file holds images one behind the other: a byte of label, 0 to 9, then 32 x 32 bytes of red, of green and of blue, by rows.
+The pickled edition is refused, because a pickle is a program.
 """
 
 import hashlib
@@ -90,8 +90,8 @@ def is_cifar(folder: str) -> bool:
     names = _list(folder)
     if "data_batch_1" in names and not any(map(TRAINING.fullmatch, names)):
         raise UsageError(
-            f"train_dir {format_name(folder)} holds the pickled edition of CIFAR-10, and a pickle is a program: give the binary "
-            "edition, cifar-10-binary.tar.gz"
+            f"train_dir {format_name(folder)} holds the pickled edition of CIFAR-10, and a pickle is a program: give the "
+            "binary edition, cifar-10-binary.tar.gz"
         )
     return any(map(TRAINING.fullmatch, names))
 
