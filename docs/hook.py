@@ -13,6 +13,12 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?src="(.*?)".*?alt="(.*?)".*?</picture>', re.DOTALL)
 ENTRY = re.compile(r"^\| ([a-z- ]{2,}) \| (.+) \|$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
+FENCE = re.compile(r"( *)(`{3,})([\w-]*)$")
+COMMAND = re.compile(r"^\$ (?:.*\\\n)*.*\n", re.MULTILINE)
+COMMAND_CODE = re.compile(r'<div class="language-sh.*?</div>', re.DOTALL)
+FLAG = re.compile(r"([\s>])(--?[a-zA-Z][\w-]*)")
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""What the theme would load from the internet for the search of pages that are opened from a folder."""
 EVERYDAY = {"word", "sample", "process", "cut", "exact", "window", "head", "audit", "recipe"}
 """Words of the glossary that are not explained at every place."""
 PAGES, PICTURES = {".md", *LANGUAGES}, {".png", ".svg"}
@@ -49,6 +55,45 @@ def list_words() -> dict[str, str]:
     """
     words = dict(ENTRY.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")))
     return {word: meaning for word, meaning in words.items() if word not in EVERYDAY}
+
+
+def part_shell(text: str) -> list[tuple[str, str]]:
+    """Part what a terminal showed into its commands, which can be copied, and what they printed: language and text.
+
+    >>> part_shell("$ a \\\\\\n    b\\nc\\n")
+    [('sh', 'a \\\\\\n    b\\n'), ('text', 'c\\n')]
+    """
+    parts, start = [], 0
+    for command in COMMAND.finditer(text):
+        parts += [("text", text[start : command.start()]), ("sh", command[0].removeprefix("$ "))]
+        start = command.end()
+    return [(language, part) for language, part in [*parts, ("text", text[start:])] if part.strip()]
+
+
+def mark_commands(markdown: str) -> str:
+    """Call blocks of code without a language sh, and part what a terminal showed: see docs/site.css.
+
+    >>> mark_commands("```\\na\\n```\\nb\\n```python\\nc\\n```")
+    '```sh\\na\\n```\\nb\\n```python\\nc\\n```'
+    """
+    lines, block, opened = [], [], None
+    for line in markdown.split("\n"):
+        fence = FENCE.match(line)
+        if opened is None:
+            opened = fence
+            block = []
+            lines += [] if fence else [line]
+        elif fence and fence[2] == opened[2] and not fence[3]:
+            indent, language = opened[1], opened[3]
+            text = "".join(f"{inner.removeprefix(indent)}\n" for inner in block)
+            parts = part_shell(text) if language == "text" and text.startswith("$ ") else [(language or "sh", text)]
+            for language, part in parts:
+                inner = [indent + line if line else line for line in part.split("\n")[:-1]]
+                lines += [f"{indent}{opened[2]}{language}", *inner, line]
+            opened = None
+        else:
+            block.append(line)
+    return "\n".join(lines)
 
 
 def find_linked(document: Path, text: str) -> set[Path]:
@@ -91,7 +136,18 @@ def on_page_markdown(markdown, page, config, files):
     # GitHub chooses a picture by the system's colours, the site by its own switch
     markdown = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
     markdown = LINK.sub(rewrite, markdown.replace("<details>", '<details markdown="1">'))
+    markdown = mark_commands(markdown)
     # The site shows the meaning of a word to somebody who points at it (mkdocs.yml: abbr, content.tooltips)
     if is_source or address.name == "glossary.md":
         return markdown
     return markdown + "".join(f"\n*[{word}]: {meaning.replace('`', '')}" for word, meaning in list_words().items())
+
+
+def on_page_content(html, page, config, files):
+    """Mark the flags of commands, so that no line ends within one (docs/site.css)."""
+    return COMMAND_CODE.sub(lambda block: FLAG.sub(r"\1<span class=flag>\2</span>", block[0]), html)
+
+
+def on_post_page(output, page, config):
+    """Give a page the site's own docs/worker.js in place of one from the internet."""
+    return output.replace(SHIM, os.path.relpath("worker.js", Path(page.file.dest_uri).parent))

@@ -81,3 +81,17 @@ def test_the_site_leads_links_of_the_repository_to_pages(address, link, expected
     shown = hook.on_page_markdown(picture, page, None, None).partition("\n*[")
     assert shown[0] == "![A b](a.svg#only-light)\n![A b](b.svg#only-dark)"
     assert bool(shown[1]) != address.startswith("source/")  # the site explains words of pages, not of sources
+
+
+def test_the_site_shows_commands_whole_and_asks_no_network():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="audit.md", dest_uri="source/a/b.html"))
+    hook = load_docs_program("hook")
+    blocks = "- a\n\n  ```\n  run --all\n  ```\n\n```text\n$ ask \\\n  --me\nyes\n```\n\n```python\n1\n```"
+    shown = hook.on_page_markdown(blocks, page, None, None).partition("\n*[")[0]
+    asked = "```sh\nask \\\n  --me\n```\n```text\nyes\n```"
+    assert shown == f"- a\n\n  ```sh\n  run --all\n  ```\n\n{asked}\n\n```python\n1\n```"
+    html = '<p>a --b</p><div class="language-sh highlight">run --all-of_it -q</div>'
+    marked = hook.on_page_content(html, page, None, None)
+    assert marked.endswith("run <span class=flag>--all-of_it</span> <span class=flag>-q</span></div>")
+    assert marked.startswith("<p>a --b</p>")
+    assert hook.on_post_page(f'<script src="{hook.SHIM}">', page, None) == '<script src="../../worker.js">'
