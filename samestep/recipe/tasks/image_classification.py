@@ -29,8 +29,8 @@ class ImageClassification(ImageRecipe):
     image_mean: tuple[float, ...] = setting("subtracted from each channel, whose values lie in [0, 1]")
     image_std: tuple[float, ...] = setting("each channel is divided by it, after that")
     augmentation: str = setting(
-        "of training images, drawn anew in every epoch. none, shift (by up to 1/8, zeros move in), shift_flip (and every "
-        "second one mirrored) or imagenet (random crop and flip; of held-out images 7/8 of the short side)",
+        "of training images, drawn anew in every epoch. none; shift: by up to 1/8, zeros move in. "
+        "shift_flip: half of them mirrored, too. imagenet: random crop and flip, of held-out images 7/8 of the short side",
         choice("none", "shift", "shift_flip", "imagenet"),
     )
 
