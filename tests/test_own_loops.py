@@ -63,6 +63,9 @@ def test_the_audit_names_the_fault_before(server, name):
         assert shown.splitlines() == [
             part for line in lines for part in (textwrap.wrap(line, 100) if line.startswith("[1]") else [line])
         ]
+    if name == "reinforce":  # in its page
+        page_text = (ROOT / "docs" / "adversaries-and-rewards.md").read_text(encoding="utf-8")
+        assert f"is off by {100 * comparison.errors[0]:.0f} %" in page_text
     assert not comparison.is_exact
     assert FAULTS[name] in {finding.cause for finding in comparison.findings}
 
