@@ -12,6 +12,8 @@ sources, trees = load_docs_program("sources"), load_docs_program("trees")
 LIST = sources.read()
 CLAIMS = (ROOT / "studies" / "claims" / "claims.md").read_text(encoding="utf-8")
 LEAVES = [(name, leaf) for name, tree in trees.TREES.items() for leaf in trees.list_leaves(tree)]
+FITS = re.compile(r"(\d+) (?:samples )?fit\b")
+"""Samples of a micro-batch, in what is said of a row."""
 PLANNED = [leaf for _, leaf in LEAVES if "strategy" in leaf]
 
 
@@ -42,6 +44,16 @@ def test_a_study_names_its_experiment(row):
     assert names, row
     for name in names:
         assert list((ROOT / "studies" / "claims" / "results").glob(f"{name}-*.json")), name
+
+
+@pytest.mark.parametrize("row", [row for row in LIST["rows"] if FITS.search(row.how)], ids=lambda row: row.command)
+def test_what_is_said_to_fit_is_what_the_planner_says(row):
+    """Without the micro-batch that the text names: the most that one forward holds, and k where it is said."""
+    command = re.sub(r" --per_device_train_batch_size \d+", "", LIST["commands"][row.command])
+    plan = trees.ask_planner(command)
+    assert plan["per_device_train_batch_size"] == int(FITS.search(row.how)[1])
+    if k := re.search(r"\bk (?:is|may be) (\d+)", row.how):
+        assert plan["gradient_accumulation_steps"] == int(k[1])
 
 
 @pytest.mark.parametrize("leaf", PLANNED, ids=lambda leaf: leaf["do"])
