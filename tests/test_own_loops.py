@@ -74,7 +74,7 @@ def test_the_audit_names_the_fault_before(server, name):
 @pytest.mark.parametrize(
     ("name", "every"),
     [
-        *(("accelerate_loop", 2), ("causal_lm", 2), ("gan", 1), ("reinforce", 1)),
+        *(("accelerate_loop", 2), ("causal_lm", 2), ("gan", 1), pytest.param("reinforce", 1, marks=pytest.mark.rooms)),
         *(thorough(name, 1) for name in FAULTS if name not in ("gan", "reinforce")),
     ],
 )
