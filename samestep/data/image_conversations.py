@@ -280,7 +280,7 @@ class ImageConversations(Conversations):
         )
 
     def choose_short(self) -> list[int]:
-        """Choose the shortest two of the first samples that have images, and the shortest without any; of each as many as there are."""
+        """Choose, among the first samples, the shortest two with images, and the shortest without: as many as there are."""
         sample_ids, chosen = range(min(len(self), SHORT_AMONG)), []
         for number, has_images in ((2, True), (1, False)):
             kind = [place for place in sample_ids if has_images == bool(self._list_images(int(self.places[place])))]

@@ -1,10 +1,10 @@
 """Fine-tune a model of images and text on conversations: the losses of `causal_lm`, with images among the tokens.
 
-Sequences lie end to end in a row, as those of texts, if samples of the data are the same there as each alone: some are computed
-both ways before the training (`packing.compare`). Positions are those that the model itself gives to the tokens of each sequence.
-Otherwise, as where tokens of an image see each other, sequences are padded, each in a row of its own, and the model does all of
-it. Pixels are those of all images of the micro-batch, one after the other: a model puts them at the places of its tokens of
-images in the order of the rows.
+Sequences lie end to end in a row, as those of texts, if samples of the data are the same there as each alone: some are
+computed both ways before the training (`packing.compare`). Positions are those that the model gives to the tokens of a sequence.
+Otherwise, as where tokens of an image see each other, sequences are padded, each in a row of its own, and the model does all
+else itself. Pixels are those of all images of the micro-batch, one after the other: a model puts them at the places of its
+tokens of images in the order of the rows.
 
 A micro-batch without an image computes one of a single colour beside its sequences, of which nothing is trained: so every
 parameter has a gradient in every micro-batch, 0 where it has no part in the loss, and processes that divide a model all compute
@@ -23,16 +23,16 @@ from transformers import LlavaConfig, PreTrainedModel
 
 from samestep._internals.torch_autograd import find_leaves
 from samestep._internals.torch_tracing import is_fake
-from samestep._internals.transformers_models import set_tower_attention
 from samestep.cut.layout import round_up
 from samestep.data.image_conversations import OWN_MARK, TYPES
 from samestep.errors import UsageError, reason
-from samestep.models import causal_lm, packing, sequences, tower_attention
+from samestep.models import causal_lm, packing, sequences, towers
 from samestep.models.causal_lm import CausalLmSums
 from samestep.models.freezing import describe_trained
 from samestep.models.sequences import Sequences
 
 PIXELS = "pixel_values"
+ROWS_DIFFER = "samples in a row are not the same as each alone"
 NOT_OF_IMAGES = ("labels", "label_index", "label_sequence", "counts")
 """Names in a micro-batch of what `hidden` does not take."""
 TEXT = "llama"
@@ -78,19 +78,23 @@ class ImageTextSums(CausalLmSums):
                 )
 
     def compute_in_rows(self) -> str | None:
-        """See `CausalLmSums`; where that can be, attention of towers is in tables, too."""
-        model = self.causal_lm
-        own_kernels = set_tower_attention(model, tower_attention.KERNEL)
+        """See `CausalLmSums`. Towers are computed in fewer products, where that is the same, too."""
+        undo = towers.use_large_products(self.causal_lm)
         try:
-            problem = packing.stay_apart(model, self._find_leak)
+            problem = packing.stay_apart(self.causal_lm, partial(self._find_leak, undo), ROWS_DIFFER)
         except Exception as error:  # of any kind: each model has its own positions
             problem = f"its samples cannot be computed in a row ({reason(error)})"
         if problem is not None:
-            model.set_attn_implementation(own_kernels)
+            undo()
+        else:
+            self.notes.append(
+                f"{type(self.causal_lm).__name__}: samples lie end to end without padding, as {len(self.samples[0])} "
+                "of them were the same there as each alone"
+            )
         return problem
 
-    def _find_leak(self, model: PreTrainedModel) -> packing.Leak | None:
-        """Compare samples of the data in a row with each alone, which transformers computes by itself."""
+    def _find_leak(self, undo: Callable[[], None], model: PreTrainedModel) -> packing.Leak | None:
+        """Compare samples of the data in a row with each alone, which the model computes by its own code."""
         alone, together = self.samples
         pixels = [sample[PIXELS] for sample in (together, *alone) if PIXELS in sample]
         dim = 1 + (pixels[0].ndim == 5)
@@ -105,7 +109,11 @@ class ImageTextSums(CausalLmSums):
 
         def compute_alone(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             own = {name: inputs[name] for name in inputs if name not in ("position_ids", "ends")}
-            return model.base_model(**own, use_cache=False, return_dict=True).last_hidden_state[0]
+            undo()
+            try:
+                return model.base_model(**own, use_cache=False, return_dict=True).last_hidden_state[0]
+            finally:
+                towers.use_large_products(model)
 
         parts = []
         for sample in alone:

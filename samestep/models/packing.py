@@ -42,12 +42,17 @@ class Leak(NamedTuple):
         return f"logits differ by {self.logits:.0e}, the gradient by {self.gradient:.0e} of its size"
 
 
-def stay_apart(model: PreTrainedModel, find_leak: Callable[[PreTrainedModel], Leak | None]) -> str | None:
+def stay_apart(
+    model: PreTrainedModel,
+    find_leak: Callable[[PreTrainedModel], Leak | None],
+    problem: str = "a sequence reaches the next one in a row",
+) -> str | None:
     """Let a model's attention stay inside the sequences of a row; say why it cannot, and is as it was.
 
     Args:
         model: a causal language model of transformers. Without numbers it is not tried.
         find_leak: tries it.
+        problem: what a leak means, in words.
     """
     if not can_set_attention(model):
         return "its attention does not go through transformers' AttentionInterface"
@@ -60,7 +65,7 @@ def stay_apart(model: PreTrainedModel, find_leak: Callable[[PreTrainedModel], Le
     finally:
         if not is_apart:
             set_text_attention(model, own_kernel)
-    return None if is_apart else f"a sequence reaches the next one in a row ({leak})"
+    return None if is_apart else f"{problem} ({leak})"
 
 
 def row_hidden(

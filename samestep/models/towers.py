@@ -1,18 +1,23 @@
-"""Compute the attention of towers in few products, which transformers computes in one for each image, or window of an image.
+"""Compute towers that lay the patches of all images end to end in one row, as those of Qwen-VL do, in fewer products.
 
-Towers of Qwen-VL and others like it lay the patches of all images end to end in one row, without padding, and say where images,
-or their windows, end. Here these parts are gathered into a few tables, each of parts of about the same length, as sequences are
-(`sequences`); on CUDA, in 16 bits, torch's kernel for parts of any length takes the row as it is. Patches see all of their part.
+Their attention is inside of an image, or of a window of it, and transformers calls its kernel for each of these parts. Here
+parts are gathered into a few tables, each of parts of about the same length, as sequences are (`sequences`). On CUDA, in 16
+bits, torch's kernel for parts of any length takes the row as it is. Patches see all of their part.
+
+Their first layer is a convolution of which each patch is a whole input, hence a product of a patch and the weights: on a CPU
+that takes half as long. On one core of a CPU with AVX512 both save an eighth of the time of Qwen2.5-VL's tower.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
+from samestep._internals.transformers_models import set_tower_attention
 from samestep.data.ragged import Tables
 from samestep.models.attention import Layer, attend
 from samestep.models.sequences import Sequences
@@ -66,3 +71,33 @@ def _make_tables(ends: tuple[int, ...], device: torch.device) -> Tables:
 
 
 AttentionInterface.register(KERNEL, attend_in_parts)
+
+
+def use_large_products(model: PreTrainedModel) -> Callable[[], None]:
+    """Let the towers of a model be computed in fewer products; return what undoes that.
+
+    Args:
+        model: of images and text; towers of another kind stay as they are.
+    """
+    own_kernels = set_tower_attention(model, KERNEL)
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv3d)]
+    layers = [
+        layer for layer in layers if layer.groups == 1 and layer.dilation == (1, 1, 1) and layer.padding == (0, 0, 0)
+    ]
+    for layer in layers:
+        layer.forward = functools.partial(_project, layer, layer.forward)
+
+    def undo() -> None:
+        model.set_attn_implementation(own_kernels)
+        for layer in layers:
+            del layer.forward
+
+    return undo
+
+
+def _project(layer: nn.Conv3d, own_forward: Callable, x: torch.Tensor) -> torch.Tensor:
+    """Compute a convolution of inputs that are as large as its kernel by one product: [n, channels, t, h, w] ->
+    [n, width, 1, 1, 1]."""
+    if tuple(x.shape[2:]) != layer.kernel_size or x.ndim != 5:
+        return own_forward(x)
+    return F.linear(x.flatten(1), layer.weight.flatten(1), layer.bias)[..., None, None, None]
