@@ -1,7 +1,7 @@
 """Fine-tune a model of images and text on conversations: the losses of `causal_lm`, with images among the tokens.
 
 Sequences lie end to end in a row, as those of texts, if samples of the data are the same there as each alone: some are
-computed both ways before the training (`packing.compare`). Positions are those that the model gives to the tokens of a sequence.
+computed both ways before the training (`packing.compare`). Positions are those that the model gives to a sequence's tokens.
 Otherwise, as where tokens of an image see each other, sequences are padded, each in a row of its own, and the model does all
 else itself. Pixels are those of all images of the micro-batch, one after the other: a model puts them at the places of its
 tokens of images in the order of the rows.
