@@ -284,7 +284,7 @@ class ImageConversations(Conversations):
         sample_ids, chosen = range(min(len(self), SHORT_AMONG)), []
         for number, has_images in ((2, True), (1, False)):
             kind = [place for place in sample_ids if has_images == bool(self._list_images(int(self.places[place])))]
-            chosen += sorted(kind, key=lambda sample_id: len(self.tokens[self.places[sample_id]]))[:number]
+            chosen += sorted(kind, key=lambda sample_id: len(self.tokens[int(self.places[sample_id])]))[:number]
         return chosen
 
     @functools.cached_property

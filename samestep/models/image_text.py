@@ -84,13 +84,12 @@ class ImageTextSums(CausalLmSums):
             problem = packing.stay_apart(self.causal_lm, partial(self._find_leak, undo), ROWS_DIFFER)
         except Exception as error:  # of any kind: each model has its own positions
             problem = f"its samples cannot be computed in a row ({reason(error)})"
+        name, number = type(self.causal_lm).__name__, len(self.samples[0])
         if problem is not None:
             undo()
         else:
-            self.notes.append(
-                f"{type(self.causal_lm).__name__}: samples lie end to end without padding, as {len(self.samples[0])} "
-                "of them were the same there as each alone"
-            )
+            same = f"{number} of them were the same there as each alone"
+            self.notes = [*self.notes, f"{name}: samples lie end to end without padding, as {same}"]
         return problem
 
     def _find_leak(self, undo: Callable[[], None], model: PreTrainedModel) -> packing.Leak | None:
