@@ -439,15 +439,13 @@ class CausalLmSums(SummedLosses):
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[PreTrainedModel]:
         """Let transformers' own attention compute the model within this context, as generating text needs it."""
-        model = self.causal_lm
-        kernel = attention_kernel(model.config)
-        if not self.is_padded:
-            set_text_attention(model, "sdpa" if supports_sdpa(model) else "eager")
+        model, kernel = self.causal_lm, attention_kernel(self.causal_lm.config)
+        own_kernel = "sdpa" if supports_sdpa(model) else "eager"
+        set_text_attention(model, kernel if self.is_padded else own_kernel)
         try:
             yield model
         finally:
-            if not self.is_padded:
-                set_text_attention(model, kernel)
+            set_text_attention(model, kernel)
 
 
 def _check_dtype(model: PreTrainedModel, dtype: str) -> None:
