@@ -48,6 +48,7 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
+    ("samestep.contrib.doctor.norms:LayerNorms", lambda run: run.settings.watch_layers is not None),
     (DEVIATION, lambda run: _depends_on_cut(run.recipe) and is_there(DEVIATION)),  # nor for that
     (ROUTERS, lambda run: _balances_experts(run.recipe)),
     (POSITION, lambda run: is_streamed(run.recipe)),
