@@ -54,10 +54,10 @@ label_rate_50   | finetune_classifier | | {RATE} | --learning_rate 0.1 --seed 11
 label_dead      | finetune_classifier | dead:encoder.layer.0. | dead_layer | --seed 12
 label_few       | finetune_classifier | | overfitting | --train_file WORK/few.csv --validation_file WORK/other.csv --seed 13
 label_sorted    | finetune_classifier | sorted | order | --train_file WORK/sorted.csv --seed 14
-label_shard     | finetune_classifier | sorted | order | --train_file WORK/bad_shard.csv --max_train_steps 100 --learning_rate 5e-3 --seed 15
+label_shard     | finetune_classifier | sorted | order | --train_file WORK/bad_shard.csv --global_batch_size 8 --lr_scaling_rule none --max_train_steps 160 --seed 15
 label_frozen    | finetune_classifier | | plateau | --learning_rate 1e-8 --seed 16
 image_rate_50   | train_image_classifier | | {RATE} | --learning_rate 5 --seed 17
-image_relu      | train_image_classifier | relu:stages.0.layers.0.layer.0.normalization.bias | dead_layer | --seed 18
+image_relu      | train_image_classifier | relu:embedder.embedder.normalization.bias | dead_layer | --seed 18
 image_clipped   | train_image_classifier | | clipping | --max_grad_norm 1e-3 --seed 19
 image_same_order | train_image_classifier | same_order | order | --seed 20
 gpt_sound        | pretrain_gpt2 | | none | --seed 101
@@ -100,7 +100,7 @@ spell_bad_beta   | finetune_seq2seq | | {RATE},oscillation | --learning_rate 0.0
 spell_few        | finetune_seq2seq | | overfitting | --num_train_samples 48 --seed 216
 review_rate_100  | finetune_reviews | | {RATE} | --learning_rate 0.1 --seed 217
 review_sorted    | finetune_reviews | sorted | order | --train_file WORK/sorted_reviews.csv --seed 218
-review_shard     | finetune_reviews | sorted | order | --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --max_train_steps 60 --seed 219
+review_shard     | finetune_reviews | sorted | order | --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --global_batch_size 8 --lr_scaling_rule none --max_train_steps 140 --seed 219
 review_few       | finetune_reviews | | overfitting | --train_file WORK/few_reviews.csv --validation_file WORK/other_reviews.csv --learning_rate 3e-3 --seed 220
 bert_sound       | pretrain_bert | | none | --seed 301
 bert_noisy       | pretrain_bert | | none | --global_batch_size 3 --lr_scaling_rule none --learning_rate 7e-4 --seed 302

@@ -102,12 +102,16 @@ def _explode(part: str, factor: str) -> None:
 def _order(is_sorted: bool) -> Any:
     from samestep.cut import order
 
-    permute = order.permute
+    permute, compute = order.permute, order._compute_group
 
     def fixed(index: Any, num_samples: int, seed: int, epoch: Any) -> Any:
         return index.copy() if is_sorted else permute(index, num_samples, seed, 0)
 
-    order.permute = fixed
+    def repeated(*arguments: Any) -> Any:
+        epoch, ids, ends = compute(*arguments)
+        return epoch * 0, ids, ends  # what is drawn by epoch (masks, where a ring of tokens is cut) comes again, too
+
+    order.permute, order._compute_group = fixed, repeated
 
 
 def _restart(steps: str) -> None:

@@ -35,14 +35,14 @@ def write_labels(work: Path) -> None:
         if row["label"] in PARTS:
             rows.append((" ".join(row["text"].split()[:30]), row["label"]))
     rng.shuffle(rows)
-    first = 400
-    shard = [(text, PARTS[(PARTS.index(label) + 1) % len(PARTS)]) for text, label in rows[first : first + 250]]
+    first = 900
+    shard = [(text, PARTS[(PARTS.index(label) + 1) % len(PARTS)]) for text, label in rows[first : first + 200]]
     tables = {"labels": rows[:1000], "few": rows[-60:], "other": rows[-120:-60]}
     tables["sorted"] = sorted(rows[:800], key=lambda row: row[1])
-    tables["bad_shard"] = rows[:first] + shard + rows[first + 250 :]
+    tables["bad_shard"] = rows[:first] + shard + rows[first + 200 :]
     tables["reviews"] = two = [(text, "good" if label < "j" else "bad") for text, label in rows]
     tables["sorted_reviews"] = sorted(two, key=lambda row: row[1])
-    tables["wrong_reviews"] = two[:500] + [(t, "bad" if y == "good" else "good") for t, y in two[500:800]] + two[800:]
+    tables["wrong_reviews"] = two[:900] + [(t, "bad" if y == "good" else "good") for t, y in two[900:1060]] + two[1060:]
     tables["few_reviews"], tables["other_reviews"] = two[-40:], two[-140:-40]
     for name, lines in tables.items():
         with (work / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:

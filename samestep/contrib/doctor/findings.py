@@ -7,9 +7,9 @@ from typing import Any
 MOST = 3
 """Findings that are told."""
 EXPLAINS = {
-    "exploding_layer": ("divergence", "spike", "warm_up", "oscillation", "plateau", "clipping", "rate"),
-    "order": ("spike", "oscillation", "divergence"),
-    "rate": ("spike", "oscillation", "warm_up", "plateau"),
+    "exploding_layer": ("divergence", "spike", "warm_up", "oscillation", "plateau", "clipping"),
+    "order": ("spike", "oscillation", "divergence", "exploding_layer", "warm_up"),
+    "rate": ("spike", "oscillation", "warm_up", "plateau", "exploding_layer", "order"),
     "divergence": ("spike", "oscillation", "overfitting", "warm_up", "plateau"),
     "warm_up": ("spike",),
     "oscillation": ("spike",),

@@ -266,9 +266,44 @@ def find_spike(curve: Curve) -> Finding | None:
     )
 
 
+WILDER, PERIODIC = 10.0, 0.5
+"""Growth of the scatter from the calmest part to a later one, and correlation of the loss with itself a period later."""
+
+
 def find_oscillation(curve: Curve) -> Finding | None:
-    """Find a loss that goes up and down with a period, far more than noise does."""
-    return None
+    """Find a loss that goes up and down ever more, or with a period."""
+    width = max(20, curve.num_steps // 5)
+    starts = range(0, curve.num_steps - width + 1, width)
+    scatters = [find_scatter(curve.loss[start : start + width]) for start in starts]
+    knob = "adam_beta2: 0.95 or more, adam_beta1 (or sgd_momentum): 0.9; then learning_rate: half"
+    for number, scatter in enumerate(scatters[1:], 1):
+        calm = max(min(scatters[:number]), 1e-6 * abs(curve.end))
+        if scatter > WILDER * calm and scatter > 0.1 * curve.fall:
+            step = curve.step(starts[number])
+            saw = f"the loss goes up and down from step {step:,} on, {scatter / calm:.0f} times as far as before"
+            return Finding(
+                kind="oscillation", step=step, saw=saw, knob=knob, evidence={"scatter": scatter, "scatter_before": calm}
+            )
+    period, correlation = _find_period(curve)
+    if correlation < PERIODIC:
+        return None
+    saw = f"the loss goes up and down with a period of {period} steps"
+    return Finding(
+        kind="oscillation", step=curve.step(0), saw=saw, knob=knob, evidence={"period": period, "correlation": correlation}
+    )
+
+
+def _find_period(curve: Curve) -> tuple[int, float]:
+    """Find the lag after which the loss is most like itself, behind one at which it is unlike; and the correlation there."""
+    rest = curve.loss - find_level(curve.loss, curve.num_steps // 4 | 1)
+    rest = np.clip(rest, -4 * curve.scatter, 4 * curve.scatter)  # a single spike has no period
+    longest = min(curve.num_steps // 4, 500)
+    lags = np.array([correlate(rest[:-lag], rest[lag:]) for lag in range(1, longest + 1)])
+    unlike = np.flatnonzero(lags < 0)
+    if not len(unlike) or unlike[0] + 1 >= len(lags):
+        return 0, 0.0
+    best = int(lags[unlike[0] :].argmax() + unlike[0])
+    return best + 1, float(lags[best])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,8 +403,8 @@ def _find_repeated(curve: Curve) -> Finding | None:
 
 LEAP, LONGEST = 5.0, 0.4
 """Scatters by which a stretch is above what is before and behind it, and its longest share of the run."""
-SIDE = 5
-"""Steps on both sides of an edge that are looked at."""
+SIDE, MANY = 5, 4
+"""Steps on both sides of an edge that are looked at, and leaps from which on a loss is wild, whatever its samples."""
 
 
 def _find_stretch(curve: Curve) -> Finding | None:
@@ -382,12 +417,15 @@ def _find_stretch(curve: Curve) -> Finding | None:
     edges = medians[places + SIDE // 2] - medians[places - SIDE // 2 - 1]  # the medians of SIDE steps behind and before
     bound = max(LEAP * curve.scatter, 0.15 * curve.fall)
     ups, downs = places[edges > bound], places[edges < -bound]
+    if np.count_nonzero(np.diff(ups) > SIDE) >= MANY:
+        return None
     for up in ups:
         down = next((place for place in downs if place >= up + SIDE), None)
         if down is None or down - up > LONGEST * n or up < SIDE * 2:
             continue
         inside, before, behind = loss[up:down], loss[max(0, up - 3 * SIDE) : up], loss[down : down + 3 * SIDE]
-        if np.median(inside) - max(np.median(before), np.median(behind)) > bound:
+        is_even = find_scatter(inside) <= 4 * max(find_scatter(before), curve.scatter)
+        if is_even and np.quantile(inside, 0.1) - max(np.median(before), np.median(behind)) > bound / 2:
             return Finding(
                 kind="order",
                 step=curve.step(int(up)),
@@ -405,8 +443,8 @@ def _find_stretch(curve: Curve) -> Finding | None:
 
 RULES: dict[str, Callable[[Curve], Finding | None]] = {
     "dead_layer": find_dead_layer,
-    "exploding_layer": find_exploding_layer,
     "order": find_order,
+    "exploding_layer": find_exploding_layer,
     "divergence": find_divergence,
     "rate": find_high_rate,
     "warm_up": find_short_warm_up,
