@@ -5,7 +5,7 @@ What was done, beside flags:
 
     dead:PART            the gradient of parameters whose names contain PART is zero
     relu:PART            these parameters are -100 at first, so that no ReLU behind them lets anything through
-    explode:PART:FACTOR  these parameters are multiplied at first
+    boost:PART:FACTOR    the gradient of these parameters is multiplied
     same_order           each epoch has the order of the first
     sorted               each epoch has the order of the file
     restarts:STEPS       the rate falls to nothing by a half cosine, and begins anew
@@ -22,6 +22,12 @@ BASES = {
     "train_image_classifier": "--recipe resnet_digits_cpu --image_height 16 --image_width 16 --embedding_size 8 "
     "--hidden_sizes 8 16 --depths 1 1 --label_smoothing 0 --num_train_epochs none --max_train_steps 120 --warmup_ratio 0.1 "
     "--learning_rate 0.1",
+    "pretrain_modern": "--recipe gpt_modern_small_cpu --vocab_size 600 --block_size 64 --max_position_embeddings 64 "
+    "--hidden_size 64 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 128 --global_batch_size 16 "
+    "--max_train_steps 120 --train_file WORK/texts.jsonl",
+    "pretrain_modern_bert": "--recipe bert_modern_small_cpu --vocab_size 600 --max_seq_length 64 --max_position_embeddings 64 "
+    "--hidden_size 64 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 128 --global_batch_size 16 "
+    "--max_train_steps 120 --train_file WORK/texts.jsonl",
     "pretrain_bert": "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 64 --hidden_size 64 --num_hidden_layers 2 "
     "--num_attention_heads 2 --intermediate_size 128 --max_train_steps 140 --warmup_ratio 0.1 --learning_rate 2e-3 "
     "--train_file WORK/texts.jsonl",
@@ -34,8 +40,12 @@ BASES = {
     "--num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 64 --num_train_epochs none --max_train_steps 160 "
     "--num_labels none --metrics accuracy --train_file WORK/reviews.csv",
 }
-"""Program, or program of other settings -> its flags. The first three have the runs for fitting, the others those for the check."""
-SCRIPTS = {"finetune_reviews": "finetune_classifier"}
+"""Program, or program of other settings -> its flags. The first four have the runs for fitting, the others those for the check."""
+SCRIPTS = {
+    "finetune_reviews": "finetune_classifier",
+    "pretrain_modern": "pretrain_gpt2",
+    "pretrain_modern_bert": "pretrain_bert",
+}
 COMMON = "--speed safe --watch_layers 4 --eval_steps 20 --validation_fraction 0.1 --output_dir OUT"
 RATE = "rate,divergence,warm_up"
 
@@ -45,7 +55,7 @@ gpt_rate_10     | pretrain_gpt2 | | {RATE} | --learning_rate 0.03 --seed 2 --max
 gpt_no_warm_up  | pretrain_gpt2 | | {RATE} | --learning_rate 0.02 --num_warmup_steps 0 --seed 3
 gpt_bad_beta    | pretrain_gpt2 | | {RATE},oscillation | --learning_rate 0.01 --adam_beta1 0.98 --adam_beta2 0.6 --seed 4
 gpt_dead        | pretrain_gpt2 | dead:h.1. | dead_layer | --seed 5
-gpt_explode     | pretrain_gpt2 | explode:wte:20 | exploding_layer,{RATE} | --seed 6
+gpt_boost       | pretrain_gpt2 | boost:h.0.:1000 | exploding_layer | --seed 6
 gpt_slow        | pretrain_gpt2 | | plateau | --learning_rate 3e-7 --seed 7
 gpt_few         | pretrain_gpt2 | | overfitting | --train_file WORK/few.jsonl --validation_file WORK/other.jsonl --seed 8
 gpt_same_order  | pretrain_gpt2 | same_order | order | --train_file WORK/some.jsonl --seed 9
@@ -78,7 +88,7 @@ label_some       | finetune_classifier | | none | --train_file WORK/few.csv --ma
 image_sound      | train_image_classifier | | none | --seed 116
 image_restarts   | train_image_classifier | restarts:60 | none | --seed 117
 image_noisy      | train_image_classifier | | none | --global_batch_size 8 --lr_scaling_rule none --learning_rate 0.02 --seed 118
-image_constant   | train_image_classifier | | none | --lr_scheduler_type constant --learning_rate 0.05 --seed 119
+muon_sound       | pretrain_modern | | none | --seed 119
 image_adamw      | train_image_classifier | | none | --optimizer adamw --sgd_momentum none --adam_beta1 0.9 --adam_beta2 0.99 --adam_epsilon 1e-8 --lr_scaling_rule sqrt --learning_rate 3e-3 --weight_decay 0.05 --seed 120
 """
 CHECK = f"""
@@ -90,7 +100,7 @@ bert_same_order  | pretrain_bert | same_order | order | --train_file WORK/some.j
 bert_bad_shard   | pretrain_bert | sorted | order | --train_file WORK/bad_shard.jsonl --seed 206
 chat_rate_20     | finetune_causal_lm | | {RATE} | --learning_rate 0.06 --seed 207
 chat_no_warm_up  | finetune_causal_lm | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 208
-chat_explode     | finetune_causal_lm | explode:embed_tokens:30 | exploding_layer,{RATE} | --seed 209
+chat_boost       | finetune_causal_lm | boost:layers.1.:1000 | exploding_layer | --seed 209
 chat_slow        | finetune_causal_lm | | plateau | --learning_rate 1e-7 --seed 210
 chat_few         | finetune_causal_lm | | overfitting | --num_train_samples 32 --seed 211
 chat_clipped     | finetune_causal_lm | | clipping | --max_grad_norm 1e-3 --seed 212
@@ -110,7 +120,7 @@ bert_clipped     | pretrain_bert | | none | --max_grad_norm 0.3 --seed 305
 bert_again       | pretrain_bert | from:bert_sound | none | --learning_rate 2e-4 --seed 306
 chat_sound       | finetune_causal_lm | | none | --seed 307
 chat_noisy       | finetune_causal_lm | | none | --global_batch_size 4 --lr_scaling_rule none --learning_rate 1e-3 --seed 308
-chat_no_clip     | finetune_causal_lm | | none | --max_grad_norm none --seed 309
+muon_masks       | pretrain_modern_bert | | none | --seed 309
 chat_growing     | finetune_causal_lm | | none | --batch_schedule "8, 32 at 0.3" --lr_scaling_rule none --learning_rate 1.5e-3 --seed 310
 chat_again       | finetune_causal_lm | from:chat_sound | none | --learning_rate 3e-4 --seed 311
 chat_some        | finetune_causal_lm | | none | --num_train_samples 300 --max_train_steps 40 --seed 312

@@ -95,8 +95,8 @@ def _close_relu(part: str) -> None:
     _change_model(lambda name, p: part in name and p.data.fill_(-100.0) is not None)
 
 
-def _explode(part: str, factor: str) -> None:
-    _change_model(lambda name, p: part in name and p.data.mul_(float(factor)) is not None)
+def _boost(part: str, factor: str) -> None:
+    _change_model(lambda name, p: part in name and p.register_hook(lambda gradient: gradient * float(factor)))
 
 
 def _order(is_sorted: bool) -> Any:
@@ -131,7 +131,7 @@ def _restart(steps: str) -> None:
 FAULTS = {
     "dead": _kill,
     "relu": _close_relu,
-    "explode": _explode,
+    "boost": _boost,
     "same_order": lambda *_: _order(is_sorted=False),
     "sorted": lambda *_: _order(is_sorted=True),
     "restarts": _restart,

@@ -42,6 +42,7 @@ ANSWERS, DEVIATION = "samestep.contrib.generation:Answers", "samestep.contrib.wh
 TARGETS = "samestep.contrib.generated_targets:Targets"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 ROUTERS = "samestep.contrib.whole_batch.router_loss:RouterLoad"
+WARNINGS = "samestep.contrib.doctor.live:Warnings"
 POSITION = "samestep.contrib.streaming.steps:StreamPosition"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
@@ -55,6 +56,7 @@ PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
+    (WARNINGS, lambda run: is_there(WARNINGS)),  # by default
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
     (ANSWERS, lambda run: _generates(run, has_targets=False) and is_there(ANSWERS)),  # by default
     (TARGETS, lambda run: _generates(run, has_targets=True) and is_there(TARGETS)),  # by default

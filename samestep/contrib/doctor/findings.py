@@ -9,7 +9,7 @@ MOST = 3
 EXPLAINS = {
     "exploding_layer": ("divergence", "spike", "warm_up", "oscillation", "plateau", "clipping"),
     "order": ("spike", "oscillation", "divergence", "exploding_layer", "warm_up"),
-    "rate": ("spike", "oscillation", "warm_up", "plateau", "exploding_layer", "order"),
+    "rate": ("spike", "oscillation", "warm_up", "plateau", "exploding_layer", "order", "dead_layer"),
     "divergence": ("spike", "oscillation", "overfitting", "warm_up", "plateau"),
     "warm_up": ("spike",),
     "oscillation": ("spike",),

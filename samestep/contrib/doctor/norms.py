@@ -6,6 +6,7 @@ each other, as a copy of all of them would take the memory of the model once mor
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from samestep.training.report import round_to_6
 from samestep.training.run import Run
 from samestep.training.run_step import RunStep
 
+RECENT = 200
+"""Lines that are kept for those who look at them while the run goes on."""
 MOST = 2048
 """Places of a tensor at which its weights are read."""
 
@@ -55,6 +58,7 @@ class LayerNorms(Part):
         self.gradients = torch.zeros(0, device=device)
         self.pending: dict[int, torch.Tensor] = {}
         self.records: list[dict[str, Any]] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.norms: list[float | None] = []  # of the steps since the last line
 
     def is_measured(self, step: RunStep) -> bool:
@@ -109,15 +113,16 @@ class LayerNorms(Part):
     def lines_written(self, lines: Sequence[dict[str, Any]]) -> None:
         """Write the layers of these steps; each line has the share of clipped steps since the one before."""
         records, self.records = {record["step"]: record for record in self.records}, []
-        most, written = self.run.recipe.max_grad_norm, []
+        most, written = self.run.recipe.max_grad_norm, list[dict[str, Any]]()
         for line in lines:
             self.norms.append(line.get("grad_norm"))
             if line["step"] in records:
-                head = {"step": line["step"]}
+                head: dict[str, Any] = {"step": line["step"]}
                 if most is not None:
                     num_clipped = sum(norm is None or norm > most for norm in self.norms)
                     head["share_clipped"] = round_to_6(num_clipped / len(self.norms))
                 written.append(head | records[line["step"]])
                 self.norms = []
+        self.recent.extend(written)
         if written:
             self.run.log.append("layers.jsonl", written)

@@ -147,7 +147,8 @@ def find_high_rate(curve: Curve) -> Finding | None:
     rates = history.columns["learning_rate"]
     rate = float(rates[np.searchsorted(history.steps, history.layer_steps[worst])])
     evidence: dict[str, Any] = {"update_over_weights": float(ratios[worst]), "measurements": len(large), "learning_rate": rate}
-    knob = f"learning_rate: {LARGE_UPDATE / 3 / ratios[worst]:.1g} of it"
+    peak = float(np.nanmax(rates)) if np.isfinite(rates).any() else 1.0
+    knob = f"learning_rate: about {peak * LARGE_UPDATE / 3 / ratios[worst]:.1g} at the peak, instead of {peak:.2g}"
     batch = history.facts.get("global_batch_size")
     if history.noise is not None and isinstance(batch, int) and history.noise.low > batch:
         evidence |= {"global_batch_size": batch, "noise_scale": history.noise.value}
@@ -196,7 +197,7 @@ STILL = 1e-3
 
 RISE = 0.25
 """Rise of the loss to the end, over its whole fall, from which on a run diverges."""
-SPIKE = 8.0
+SPIKE = 10.0
 """Scatters above the level from which on a step's loss is a spike."""
 EARLY = 0.25
 """Share of the run in which a spike is one of the warm-up."""
@@ -266,7 +267,7 @@ def find_spike(curve: Curve) -> Finding | None:
     )
 
 
-WILDER, PERIODIC = 10.0, 0.5
+WILDER, PERIODIC = 25.0, 0.6
 """Growth of the scatter from the calmest part to a later one, and correlation of the loss with itself a period later."""
 
 
@@ -278,7 +279,7 @@ def find_oscillation(curve: Curve) -> Finding | None:
     knob = "adam_beta2: 0.95 or more, adam_beta1 (or sgd_momentum): 0.9; then learning_rate: half"
     for number, scatter in enumerate(scatters[1:], 1):
         calm = max(min(scatters[:number]), 1e-6 * abs(curve.end))
-        if scatter > WILDER * calm and scatter > 0.1 * curve.fall:
+        if scatter > WILDER * calm and scatter > 0.25 * curve.fall:
             step = curve.step(starts[number])
             saw = f"the loss goes up and down from step {step:,} on, {scatter / calm:.0f} times as far as before"
             return Finding(
@@ -348,7 +349,8 @@ def find_overfitting(curve: Curve) -> Finding | None:
     low = int(losses.argmin())
     place = min(int(np.searchsorted(curve.history.steps, steps[low])), curve.num_steps - 1)
     rise, fall_since = float(losses[-1] - losses[low]), float(curve.level[place] - curve.end)
-    has_risen = low < len(losses) - 2 and rise > max(WORSE * curve.fall, curve.scatter) and fall_since > 0
+    has_risen = low < len(losses) - 2 and rise > max(WORSE * curve.fall, 2 * curve.scatter)
+    has_risen = has_risen and fall_since > 4 * curve.scatter
     is_from_start = steps[0] <= curve.history.steps[0]
     offset = float(losses[0] - curve.loss[0]) if is_from_start else 0.0
     gap = float(losses[-1] - curve.end) - offset
@@ -403,8 +405,9 @@ def _find_repeated(curve: Curve) -> Finding | None:
 
 LEAP, LONGEST = 5.0, 0.4
 """Scatters by which a stretch is above what is before and behind it, and its longest share of the run."""
-SIDE, MANY = 5, 4
-"""Steps on both sides of an edge that are looked at, and leaps from which on a loss is wild, whatever its samples."""
+SIDE, MANY, UNEVEN = 5, 4, 4
+"""Steps on both sides of an edge that are looked at; leaps from which on a loss is wild, whatever its samples; and scatter around
+an edge, over that of the run, from which on it is, too."""
 
 
 def _find_stretch(curve: Curve) -> Finding | None:
@@ -424,7 +427,7 @@ def _find_stretch(curve: Curve) -> Finding | None:
         if down is None or down - up > LONGEST * n or up < SIDE * 2:
             continue
         inside, before, behind = loss[up:down], loss[max(0, up - 3 * SIDE) : up], loss[down : down + 3 * SIDE]
-        is_even = find_scatter(inside) <= 4 * max(find_scatter(before), curve.scatter)
+        is_even = max(map(find_scatter, (before, inside, behind))) <= UNEVEN * curve.scatter
         if is_even and np.quantile(inside, 0.1) - max(np.median(before), np.median(behind)) > bound / 2:
             return Finding(
                 kind="order",
