@@ -47,6 +47,14 @@ SCRIPTS = {
     "pretrain_modern_bert": "pretrain_bert",
 }
 COMMON = "--speed safe --watch_layers 4 --eval_steps 20 --validation_fraction 0.1 --output_dir OUT"
+OWN_SHAPE = " ".join(
+    f"--{field} none"
+    for field in (
+        "architecture hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size "
+        "max_position_embeddings tie_word_embeddings initializer_range"
+    ).split()
+)
+"""Flags of a run whose shape is that of the model that it goes on from."""
 RATE = "rate,divergence,warm_up"
 
 FIT = f"""
@@ -59,12 +67,12 @@ gpt_boost       | pretrain_gpt2 | boost:h.0.:1000 | exploding_layer | --seed 6
 gpt_slow        | pretrain_gpt2 | | plateau | --learning_rate 3e-7 --seed 7
 gpt_few         | pretrain_gpt2 | | overfitting | --train_file WORK/few.jsonl --validation_file WORK/other.jsonl --seed 8
 gpt_same_order  | pretrain_gpt2 | same_order | order | --train_file WORK/some.jsonl --seed 9
-gpt_bad_shard   | pretrain_gpt2 | sorted | order | --train_file WORK/bad_shard.jsonl --max_train_steps 100 --seed 10
+gpt_bad_shard   | pretrain_gpt2 | sorted | order,spike | --train_file WORK/bad_shard.jsonl --max_train_steps 100 --seed 10
 label_rate_50   | finetune_classifier | | {RATE} | --learning_rate 0.1 --seed 11
 label_dead      | finetune_classifier | dead:encoder.layer.0. | dead_layer | --seed 12
 label_few       | finetune_classifier | | overfitting | --train_file WORK/few.csv --validation_file WORK/other.csv --seed 13
 label_sorted    | finetune_classifier | sorted | order | --train_file WORK/sorted.csv --seed 14
-label_shard     | finetune_classifier | sorted | order | --train_file WORK/bad_shard.csv --global_batch_size 8 --lr_scaling_rule none --max_train_steps 160 --seed 15
+label_shard     | finetune_classifier | sorted | order,spike | --train_file WORK/bad_shard.csv --global_batch_size 8 --lr_scaling_rule none --max_train_steps 160 --seed 15
 label_frozen    | finetune_classifier | | plateau | --learning_rate 1e-8 --seed 16
 image_rate_50   | train_image_classifier | | {RATE} | --learning_rate 5 --seed 17
 image_relu      | train_image_classifier | relu:embedder.embedder.normalization.bias | dead_layer | --seed 18
@@ -97,7 +105,7 @@ bert_no_warm_up  | pretrain_bert | | {RATE} | --learning_rate 0.02 --warmup_rati
 bert_bad_beta    | pretrain_bert | | {RATE},oscillation | --learning_rate 0.01 --adam_beta1 0.99 --adam_beta2 0.5 --seed 203
 bert_dead        | pretrain_bert | dead:layer.1. | dead_layer | --seed 204
 bert_same_order  | pretrain_bert | same_order | order | --train_file WORK/some.jsonl --seed 205
-bert_bad_shard   | pretrain_bert | sorted | order | --train_file WORK/bad_shard.jsonl --seed 206
+bert_bad_shard   | pretrain_bert | sorted | order,spike | --train_file WORK/bad_shard.jsonl --seed 206
 chat_rate_20     | finetune_causal_lm | | {RATE} | --learning_rate 0.06 --seed 207
 chat_no_warm_up  | finetune_causal_lm | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 208
 chat_boost       | finetune_causal_lm | boost:layers.1.:1000 | exploding_layer | --seed 209
@@ -110,7 +118,7 @@ spell_bad_beta   | finetune_seq2seq | | {RATE},oscillation | --learning_rate 0.0
 spell_few        | finetune_seq2seq | | overfitting | --num_train_samples 48 --seed 216
 review_rate_100  | finetune_reviews | | {RATE} | --learning_rate 0.1 --seed 217
 review_sorted    | finetune_reviews | sorted | order | --train_file WORK/sorted_reviews.csv --seed 218
-review_shard     | finetune_reviews | sorted | order | --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --global_batch_size 8 --lr_scaling_rule none --max_train_steps 140 --seed 219
+review_shard     | finetune_reviews | sorted | order,spike | --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --global_batch_size 8 --lr_scaling_rule none --max_train_steps 140 --seed 219
 review_few       | finetune_reviews | | overfitting | --train_file WORK/few_reviews.csv --validation_file WORK/other_reviews.csv --learning_rate 3e-3 --seed 220
 bert_sound       | pretrain_bert | | none | --seed 301
 bert_noisy       | pretrain_bert | | none | --global_batch_size 3 --lr_scaling_rule none --learning_rate 7e-4 --seed 302
@@ -122,7 +130,7 @@ chat_sound       | finetune_causal_lm | | none | --seed 307
 chat_noisy       | finetune_causal_lm | | none | --global_batch_size 4 --lr_scaling_rule none --learning_rate 1e-3 --seed 308
 muon_masks       | pretrain_modern_bert | | none | --seed 309
 chat_growing     | finetune_causal_lm | | none | --batch_schedule "8, 32 at 0.3" --lr_scaling_rule none --learning_rate 1.5e-3 --seed 310
-chat_again       | finetune_causal_lm | from:chat_sound | none | --learning_rate 3e-4 --seed 311
+chat_again       | finetune_causal_lm | from:chat_sound | none | {OWN_SHAPE} --learning_rate 3e-4 --seed 311
 chat_some        | finetune_causal_lm | | none | --num_train_samples 300 --max_train_steps 40 --seed 312
 spell_sound      | finetune_seq2seq | | none | --seed 313
 spell_restarts   | finetune_seq2seq | restarts:50 | none | --seed 314

@@ -14,7 +14,7 @@ EXPLAINS = {
     "warm_up": ("spike",),
     "oscillation": ("spike",),
     "clipping": ("plateau",),
-    "dead_layer": ("plateau",),
+    "dead_layer": ("plateau", "exploding_layer"),
 }
 """Kind -> kinds that it explains, which are not told beside it."""
 

@@ -67,8 +67,8 @@ def make_curve(history: History) -> Curve:
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 
-DEAD = 1e-6
-"""Gradient of a layer over that of the median layer, at or below which it is dead."""
+DEAD = 1e-7
+"""Gradient of a layer over the largest of all, at or below which it is dead."""
 EXPLODING = 100
 """Gradient of a layer over that of the median layer from which on it explodes."""
 
@@ -79,9 +79,8 @@ def find_dead_layer(curve: Curve) -> Finding | None:
     if not history.layers:
         return None
     gradients = history.layers["grad_norm"]
-    median = np.median(gradients, axis=1, keepdims=True)
-    is_dead = gradients <= DEAD * median
-    late = is_dead[len(is_dead) // 2 :].all(axis=0) & (median[len(is_dead) // 2 :] > 0).all()
+    is_dead = gradients <= DEAD * gradients.max(axis=1, keepdims=True)
+    late = is_dead[len(is_dead) // 2 :].all(axis=0)
     if not late.any() or late.all():
         return None
     names = [name for name, dead in zip(history.layer_names, late, strict=True) if dead]
@@ -197,8 +196,8 @@ STILL = 1e-3
 
 RISE = 0.25
 """Rise of the loss to the end, over its whole fall, from which on a run diverges."""
-SPIKE = 10.0
-"""Scatters above the level from which on a step's loss is a spike."""
+SPIKE, TAIL = 10.0, 5.0
+"""Scatters above the level from which on a step's loss is a spike, and times the 95th percentile of all distances from it."""
 EARLY = 0.25
 """Share of the run in which a spike is one of the warm-up."""
 
@@ -227,8 +226,16 @@ def find_divergence(curve: Curve) -> Finding | None:
 
 
 def _find_spikes(curve: Curve) -> np.ndarray:
-    """Find the places of spikes: steps that rise above the level by many scatters, and by a tenth of the fall."""
-    return np.flatnonzero(curve.rest[1:] > max(SPIKE * curve.scatter, 0.1 * curve.fall)) + 1
+    """Find the places of spikes: steps that rise above the level by many scatters, and by a tenth of the fall.
+
+    Scatters are those of the run or, if larger, of the steps around, as noise may fall with the loss. A spike is also far above
+    what one step in twenty has, so that the long tail of a noisy loss is none.
+    """
+    usual = max(TAIL * float(np.quantile(np.abs(curve.rest), 0.95)), 0.1 * curve.fall)
+    places = np.flatnonzero(curve.rest[1:] > max(SPIKE * curve.scatter, usual)) + 1
+    around = max(10, curve.num_steps // 8)
+    local = [find_scatter(curve.loss[max(0, place - around) : place + around]) for place in places]
+    return places[curve.rest[places] > SPIKE * np.array(local)] if len(places) else places
 
 
 def find_short_warm_up(curve: Curve) -> Finding | None:
@@ -256,7 +263,7 @@ def find_spike(curve: Curve) -> Finding | None:
     spikes = _find_spikes(curve)
     late = spikes[spikes >= int(EARLY * curve.num_steps)]
     if not len(late):
-        return None
+        return _find_hill(curve)
     worst = int(late[curve.rest[late].argmax()])
     return Finding(
         kind="spike",
@@ -265,6 +272,45 @@ def find_spike(curve: Curve) -> Finding | None:
         knob="max_grad_norm: lower; look at the samples of this step; adam_beta2: 0.95",
         evidence={"scatters_above": float(curve.rest[worst] / curve.scatter), "spikes": len(late)},
     )
+
+
+HIGHER = 4.0
+"""Scatters by which several steps leap up, and come down slowly."""
+
+
+def _find_hill(curve: Curve) -> Finding | None:
+    """Find a leap of several steps that the loss comes down from: a shock, or other samples that the model learns meanwhile."""
+    loss, n, rates = curve.loss, curve.num_steps, curve.history.columns["learning_rate"]
+    places, edges = _find_edges(loss)
+    if not len(places):
+        return None
+    ups = places[edges > max(HIGHER * curve.scatter, 0.3 * curve.fall)]
+    ups = ups[(ups >= EARLY * n) & (ups < n - 3 * SIDE)]
+    if not len(ups) or np.count_nonzero(np.diff(ups) > SIDE):
+        return None
+    up = int(ups[edges[ups - places[0]].argmax()])
+    before, top = loss[up - 3 * SIDE : up], float(np.median(loss[up : up + SIDE]))
+    height = top - float(np.median(before))
+    medians = find_level(loss, SIDE)
+    back = np.flatnonzero(medians[up:] < top - 0.6 * height)
+    has_restarted = rates[min(up + SIDE, n - 1)] > 1.5 * rates[up - SIDE]
+    if not len(back) or has_restarted or find_scatter(before) * HIGHER > height:
+        return None
+    first, last = curve.step(up), curve.step(up + int(back[0]))
+    return Finding(
+        kind="spike",
+        step=first,
+        saw=f"the loss leaps from {np.median(before):.4g} to {top:.4g} in step {first:,}, and is back in step {last:,}",
+        knob=f"look at the samples of steps {first:,} to {last:,}; if they are as the others, max_grad_norm: lower",
+        evidence={"before": float(np.median(before)), "top": top, "scatters": height / curve.scatter},
+    )
+
+
+def _find_edges(loss: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the median of the `SIDE` steps from each place on less that of as many before, and the places; both [places]."""
+    places = np.arange(SIDE, len(loss) - SIDE)
+    medians = find_level(loss, SIDE)
+    return places, medians[places + SIDE // 2] - medians[places - SIDE // 2 - 1]
 
 
 WILDER, PERIODIC = 25.0, 0.6
@@ -371,7 +417,7 @@ def find_overfitting(curve: Curve) -> Finding | None:
     )
 
 
-REPEATED, CERTAIN = 0.5, 5.0
+REPEATED, CERTAIN = 0.35, 4.0
 """Correlation of the loss with that of an epoch before, and its distance from 0 in standard errors, that random orders lack."""
 
 
@@ -403,7 +449,7 @@ def _find_repeated(curve: Curve) -> Finding | None:
     )
 
 
-LEAP, LONGEST = 5.0, 0.4
+LEAP, LONGEST = 3.0, 0.4
 """Scatters by which a stretch is above what is before and behind it, and its longest share of the run."""
 SIDE, MANY, UNEVEN = 5, 4, 4
 """Steps on both sides of an edge that are looked at; leaps from which on a loss is wild, whatever its samples; and scatter around
@@ -415,9 +461,7 @@ def _find_stretch(curve: Curve) -> Finding | None:
     loss, n = curve.loss, curve.num_steps
     if n < 6 * SIDE:
         return None
-    places = np.arange(SIDE, n - SIDE)
-    medians = find_level(loss, SIDE)
-    edges = medians[places + SIDE // 2] - medians[places - SIDE // 2 - 1]  # the medians of SIDE steps behind and before
+    places, edges = _find_edges(loss)
     bound = max(LEAP * curve.scatter, 0.15 * curve.fall)
     ups, downs = places[edges > bound], places[edges < -bound]
     if np.count_nonzero(np.diff(ups) > SIDE) >= MANY:
@@ -427,6 +471,7 @@ def _find_stretch(curve: Curve) -> Finding | None:
         if down is None or down - up > LONGEST * n or up < SIDE * 2:
             continue
         inside, before, behind = loss[up:down], loss[max(0, up - 3 * SIDE) : up], loss[down : down + 3 * SIDE]
+        bound = max(bound, LEAP * find_scatter(before))
         is_even = max(map(find_scatter, (before, inside, behind))) <= UNEVEN * curve.scatter
         if is_even and np.quantile(inside, 0.1) - max(np.median(before), np.median(behind)) > bound / 2:
             return Finding(
