@@ -21,6 +21,7 @@ SHORT = """
     chats --only sft_512 --precisions no --rounds 1 --programs ours floor
     choices --only pretrain_gpt2 --precisions no
     communication --only exact power_sgd --seeds 1 --steps 12
+    doctor --only judge
     embeddings --only ragged --batches 8 --rounds 1
     exact_trainers --only BertForMultipleChoice reward
     fault_tolerance --only chaos --fresh --runs 1

@@ -122,7 +122,7 @@ def test_each_fault_of_a_curve_is_named(seed):
     assert judge(changed(60, np.full(25, 1.0))) == ["order"], "a stretch of other samples"
     assert judge(sound + 0.4 * np.sin(places * 2 * np.pi / 12)) == ["oscillation"]
     wild = np.random.default_rng(seed).normal(size=50)
-    assert judge(changed(100, 4 * (wild - np.median(wild)))) in (["oscillation"], ["oscillation", "order"])
+    assert judge(changed(100, 4 * (wild - np.median(wild)))) in (["oscillation"], ["divergence"])
     pattern = np.random.default_rng(seed).normal(size=25)
     epochs = (places + 1) / 25
     assert judge(sound + 0.2 * np.tile(pattern, 6), epoch=epochs) == ["order"]
@@ -244,7 +244,7 @@ def test_odd_numbers_of_trainer_are_gaps(tmp_path):
 
 
 def test_a_run_that_goes_wrong_is_warned_of(train, capfd):
-    flags = "--max_train_steps 60 --watch_layers 5 --logging_steps 5 --global_batch_size 4 --warmup_ratio 0"
+    flags = "--max_train_steps 60 --watch_layers 2 --logging_steps 5 --global_batch_size 4 --warmup_ratio 0"
     wrong = train("wrong", f"{flags} --learning_rate 3")
     events = [line for line in all_metrics(wrong) if "event" in line]
     assert len([event for event in events if event["event"].startswith("doctor: the rate is too high")]) == 1

@@ -1,4 +1,4 @@
-"""The runs of `doctor.py`: 40 that were broken on purpose, and 40 that are sound, half of each to fit rules, half to check them.
+"""The runs of `doctor.py`: 40 that were broken on purpose, and 40 sound ones; half of each fit the rules, half check them.
 
 A line has the name of a run, its program, what was done to it, the findings that name that (`none`: it is sound), and flags.
 What was done, beside flags:
@@ -40,7 +40,7 @@ BASES = {
     "--num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 64 --num_train_epochs none --max_train_steps 160 "
     "--num_labels none --metrics accuracy --train_file WORK/reviews.csv",
 }
-"""Program, or program of other settings -> its flags. The first four have the runs for fitting, the others those for the check."""
+"""Program, or program of other settings -> its flags. The first four have the runs for fitting, the others the check's."""
 SCRIPTS = {
     "finetune_reviews": "finetune_classifier",
     "pretrain_modern": "pretrain_gpt2",
@@ -72,7 +72,9 @@ label_rate_50   | finetune_classifier | | {RATE} | --learning_rate 0.1 --seed 11
 label_dead      | finetune_classifier | dead:encoder.layer.0. | dead_layer | --seed 12
 label_few       | finetune_classifier | | overfitting | --train_file WORK/few.csv --validation_file WORK/other.csv --seed 13
 label_sorted    | finetune_classifier | sorted | order | --train_file WORK/sorted.csv --seed 14
-label_shard     | finetune_classifier | sorted | order,spike | --train_file WORK/bad_shard.csv --global_batch_size 8 --lr_scaling_rule none --max_train_steps 160 --seed 15
+label_shard     | finetune_classifier | sorted | order,spike | \
+    --train_file WORK/bad_shard.csv --global_batch_size 8 --lr_scaling_rule none --max_train_steps 160 \
+    --seed 15
 label_frozen    | finetune_classifier | | plateau | --learning_rate 1e-8 --seed 16
 image_rate_50   | train_image_classifier | | {RATE} | --learning_rate 5 --seed 17
 image_relu      | train_image_classifier | relu:embedder.embedder.normalization.bias | dead_layer | --seed 18
@@ -95,9 +97,12 @@ label_again      | finetune_classifier | from:label_sound | none | --learning_ra
 label_some       | finetune_classifier | | none | --train_file WORK/few.csv --max_train_steps 30 --seed 115
 image_sound      | train_image_classifier | | none | --seed 116
 image_restarts   | train_image_classifier | restarts:60 | none | --seed 117
-image_noisy      | train_image_classifier | | none | --global_batch_size 8 --lr_scaling_rule none --learning_rate 0.02 --seed 118
+image_noisy      | train_image_classifier | | none | \
+    --global_batch_size 8 --lr_scaling_rule none --learning_rate 0.02 --seed 118
 muon_sound       | pretrain_modern | | none | --seed 119
-image_adamw      | train_image_classifier | | none | --optimizer adamw --sgd_momentum none --adam_beta1 0.9 --adam_beta2 0.99 --adam_epsilon 1e-8 --lr_scaling_rule sqrt --learning_rate 3e-3 --weight_decay 0.05 --seed 120
+image_adamw      | train_image_classifier | | none | \
+    --optimizer adamw --sgd_momentum none --adam_beta1 0.9 --adam_beta2 0.99 --adam_epsilon 1e-8 \
+    --lr_scaling_rule sqrt --learning_rate 3e-3 --weight_decay 0.05 --seed 120
 """
 CHECK = f"""
 bert_rate_30     | pretrain_bert | | {RATE} | --learning_rate 0.06 --seed 201
@@ -118,8 +123,12 @@ spell_bad_beta   | finetune_seq2seq | | {RATE},oscillation | --learning_rate 0.0
 spell_few        | finetune_seq2seq | | overfitting | --num_train_samples 48 --seed 216
 review_rate_100  | finetune_reviews | | {RATE} | --learning_rate 0.1 --seed 217
 review_sorted    | finetune_reviews | sorted | order | --train_file WORK/sorted_reviews.csv --seed 218
-review_shard     | finetune_reviews | sorted | order,spike | --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --global_batch_size 8 --lr_scaling_rule none --max_train_steps 140 --seed 219
-review_few       | finetune_reviews | | overfitting | --train_file WORK/few_reviews.csv --validation_file WORK/other_reviews.csv --learning_rate 3e-3 --seed 220
+review_shard     | finetune_reviews | sorted | order,spike | \
+    --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --global_batch_size 8 --lr_scaling_rule none \
+    --max_train_steps 140 --seed 219
+review_few       | finetune_reviews | | overfitting | \
+    --train_file WORK/few_reviews.csv --validation_file WORK/other_reviews.csv --learning_rate 3e-3 \
+    --seed 220
 bert_sound       | pretrain_bert | | none | --seed 301
 bert_noisy       | pretrain_bert | | none | --global_batch_size 3 --lr_scaling_rule none --learning_rate 7e-4 --seed 302
 bert_constant    | pretrain_bert | | none | --lr_scheduler_type constant --seed 303
@@ -129,7 +138,8 @@ bert_again       | pretrain_bert | from:bert_sound | none | --learning_rate 2e-4
 chat_sound       | finetune_causal_lm | | none | --seed 307
 chat_noisy       | finetune_causal_lm | | none | --global_batch_size 4 --lr_scaling_rule none --learning_rate 1e-3 --seed 308
 muon_masks       | pretrain_modern_bert | | none | --seed 309
-chat_growing     | finetune_causal_lm | | none | --batch_schedule "8, 32 at 0.3" --lr_scaling_rule none --learning_rate 1.5e-3 --seed 310
+chat_growing     | finetune_causal_lm | | none | \
+    --batch_schedule "8, 32 at 0.3" --lr_scaling_rule none --learning_rate 1.5e-3 --seed 310
 chat_again       | finetune_causal_lm | from:chat_sound | none | {OWN_SHAPE} --learning_rate 3e-4 --seed 311
 chat_some        | finetune_causal_lm | | none | --num_train_samples 300 --max_train_steps 40 --seed 312
 spell_sound      | finetune_seq2seq | | none | --seed 313

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from doctored.cases import BASES, COMMON, Case
 
 FACTS = ("max_grad_norm", "global_batch_size", "learning_rate", "optimizer", "lr_scheduler_type", "num_warmup_steps")
@@ -20,7 +21,11 @@ DIGITS = 5
 
 
 def train(case: Case, script: Any, work: Path) -> dict[str, Any] | None:
-    """Train a run in a process of its own; return what is kept of it: columns of its lines, and its recipe's facts; None: it failed."""
+    """Train a run in a process of its own.
+
+    Returns:
+        What is kept of it: columns of its lines, and its recipe's facts; None: it failed.
+    """
     out = work / case.name
     log = work / f"{case.name}.log"
     shutil.rmtree(out, ignore_errors=True)
@@ -123,7 +128,9 @@ def _restart(steps: str) -> None:
         make(step, run, attempt)
         place = (step.index % every) / every
         warm = min(1.0, (step.index + 1) / 10)
-        step.learning_rate = run.recipe.scaled_hyperparameters().learning_rate * warm * 0.5 * (1 + math.cos(math.pi * place))
+        step.learning_rate = (
+            run.recipe.scaled_hyperparameters().learning_rate * warm * 0.5 * (1 + math.cos(math.pi * place))
+        )
 
     RunStep.__init__ = restarted
 
@@ -146,7 +153,9 @@ def keep(out: Path) -> dict[str, Any]:
     steps = [line for line in lines if "loss" in line]
     fields = ("step", "epoch", "loss", "learning_rate", "grad_norm", "samples")
     columns = {name: [_round(line[name]) for line in steps] for name in fields}
-    evaluations = [{"step": line["step"], "eval_loss": _round(line["eval_loss"])} for line in lines if "eval_loss" in line]
+    evaluations = [
+        {"step": line["step"], "eval_loss": _round(line["eval_loss"])} for line in lines if "eval_loss" in line
+    ]
     recipe = yaml.safe_load((out / "recipe.yaml").read_text())
     path, layers = out / "layers.jsonl", []
     if path.exists():

@@ -14,6 +14,11 @@ RULES = [
         "leave it out, or set accumulation to gradient",
     ),
     Rule(
+        lambda f: f.watch_layers is not None and f.is_replica,
+        "watch_layers is {f.watch_layers}, but fault_tolerance is step, whose replicas share one output_dir",
+        "leave it out",
+    ),
+    Rule(
         lambda f: f.watch_layers is not None and f.communication,
         "watch_layers is {f.watch_layers}, but communication is {f.communication!r}, with which no process has the whole "
         "step's gradient",

@@ -63,7 +63,9 @@ def make_history(
     >>> history.steps.tolist(), history.loss.tolist(), history.eval_losses.tolist()
     ([1, 2], [2.0, nan], [2.5])
     """
-    by_step = {line["step"]: line for line in lines if "loss" in line}  # a step that came twice counts as it was at last
+    by_step = {
+        line["step"]: line for line in lines if "loss" in line
+    }  # a step that came twice counts as it was at last
     ordered = [by_step[step] for step in sorted(by_step)]
     names = ("loss", "learning_rate", "grad_norm", "epoch", "samples")
     columns = {name: np.array([_to_float(line.get(name)) for line in ordered]) for name in names}
@@ -136,7 +138,9 @@ def read_trainer_state(path: Path) -> History:
     state = read_json(path, format_name(path))
     lines = state.get("log_history")
     if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
-        raise UsageError(f"{format_name(path)}: log_history must be a list of objects: give a {TRAINER_FILE} of Trainer")
+        raise UsageError(
+            f"{format_name(path)}: log_history must be a list of objects: give a {TRAINER_FILE} of Trainer"
+        )
     for number, line in enumerate(lines, 1):
         if type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
             remedy = "mend the file"

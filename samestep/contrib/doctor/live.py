@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from samestep.contrib.doctor.curve import make_curve
 from samestep.contrib.doctor.findings import choose
 from samestep.contrib.doctor.history import make_history
 from samestep.contrib.doctor.norms import LayerNorms
-from samestep.contrib.doctor.rules import RULES, make_curve
+from samestep.contrib.doctor.rules import RULES
 from samestep.training.parts import Part
 from samestep.training.run import Run
 
