@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from doctored.cases import CHECK, FIT, read_cases
+from doctored.cases import AGAIN, CHECK, FIT, read_cases
 from harness import ROOT, about, flags, open_work_folder, page, table, write, write_part
 from harness import part as harness_part
 
 KEPT = Path(__file__).parent / "doctored"
-GROUPS = {"fit": FIT, "check": CHECK}
+GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN}
 COSTS = {
     "gpt2_small_cpu": "pretrain_gpt2",
     "bert_small_cpu": "pretrain_bert",

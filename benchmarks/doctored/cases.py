@@ -152,6 +152,22 @@ review_again     | finetune_reviews | from:review_sound | none | --learning_rate
 review_some      | finetune_reviews | | none | --train_file WORK/few.csv --max_train_steps 30 --seed 320
 """
 
+AGAIN = """
+review_sound_2   | finetune_reviews | | none | --seed 401
+review_faster    | finetune_reviews | | none | --learning_rate 2e-3 --seed 402
+review_small     | finetune_reviews | | none | --global_batch_size 8 --lr_scaling_rule none --learning_rate 1e-3 --seed 403
+review_constant  | finetune_reviews | | none | --lr_scheduler_type constant --seed 404
+spell_small      | finetune_seq2seq | | none | --global_batch_size 8 --learning_rate 1e-3 --seed 405
+spell_decay      | finetune_seq2seq | | none | --lr_scheduler_type warmup_stable_decay --seed 406
+chat_constant    | finetune_causal_lm | | none | --lr_scheduler_type constant --learning_rate 2e-3 --seed 407
+chat_clip        | finetune_causal_lm | | none | --max_grad_norm 0.3 --seed 408
+bert_linear      | pretrain_bert | | none | --lr_scheduler_type linear --seed 409
+gpt_linear       | pretrain_gpt2 | | none | --lr_scheduler_type linear --seed 410
+label_linear     | finetune_classifier | | none | --lr_scheduler_type linear --learning_rate 1e-3 --seed 411
+image_linear     | train_image_classifier | | none | --lr_scheduler_type linear --seed 412
+"""
+"""Sound runs that were made after a rule was mended that had accused `review_sound`."""
+
 
 class Case(NamedTuple):
     """A run.

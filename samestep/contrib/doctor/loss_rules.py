@@ -19,12 +19,13 @@ EARLY = 0.25
 def find_divergence(curve: Curve) -> Finding | None:
     """Find a loss that rises and does not come back, or that is no number."""
     missing = np.flatnonzero(~np.isfinite(curve.history.loss))
-    low = int(curve.level.argmin())
+    side = max(2, curve.num_steps // 24)  # at the ends the level is that of few steps
+    low = side + int(curve.level[side : curve.num_steps - side].argmin())
     rise = curve.end - float(curve.level[low])
     if len(missing) and missing[-1] >= curve.num_steps - 3:
         step = curve.step(int(missing[0]))
         saw = f"the loss is no number from step {step:,} on"
-    elif rise > max(RISE * curve.fall, 4 * curve.scatter):
+    elif rise > max(RISE * curve.fall, 4 * max(curve.scatter, _find_scatter_around(curve, low, curve.num_steps - 1))):
         above = np.flatnonzero(curve.level[low:] > curve.level[low] + rise / 2)
         step = curve.step(low + int(above[0])) if len(above) else curve.step(low)
         saw = f"the loss rises from {curve.level[low]:.4g} in step {curve.step(low):,} to {curve.end:.4g}, and stays there"
@@ -39,6 +40,12 @@ def find_divergence(curve: Curve) -> Finding | None:
     )
 
 
+def _find_scatter_around(curve: Curve, *places: int) -> float:
+    """Find the largest scatter of the loss around some places: noise may grow as a model learns."""
+    around = max(10, curve.num_steps // 8)
+    return max(find_scatter(curve.loss[max(0, place - around) : place + around]) for place in places)
+
+
 def _find_spikes(curve: Curve) -> np.ndarray:
     """Find the places of spikes: steps that rise above the level by many scatters, and by a tenth of the fall.
 
@@ -47,8 +54,7 @@ def _find_spikes(curve: Curve) -> np.ndarray:
     """
     usual = max(TAIL * float(np.quantile(np.abs(curve.rest), 0.95)), 0.1 * curve.fall)
     places = np.flatnonzero(curve.rest[1:] > max(SPIKE * curve.scatter, usual)) + 1
-    around = max(10, curve.num_steps // 8)
-    local = [find_scatter(curve.loss[max(0, place - around) : place + around]) for place in places]
+    local = [_find_scatter_around(curve, place) for place in places]
     return places[curve.rest[places] > SPIKE * np.array(local)] if len(places) else places
 
 
