@@ -25,13 +25,17 @@ KEPT = Path(__file__).parent / "doctored"
 GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN}
 COSTS = {
     "gpt2_small_cpu": "pretrain_gpt2",
-    "bert_small_cpu": "pretrain_bert",
-    "finetune_small_cpu": "finetune_classifier",
     "resnet_digits_cpu": "train_image_classifier",
 }
 """Recipe whose own sizes the cost is measured at -> its program."""
 METHODS = ("begin_step", "gradient_reduced", "end_step", "read", "add_to_line", "lines_written")
-STEPS = 40
+STEPS = 30
+
+NOTE = (
+    "At first sight 17 of 20 broken ones were named, and 1 of 20 sound ones was accused (`review_sound`, of divergence): by the "
+    "rules as they were before the runs for the check were made. The last step alone was taken for the lowest level of a loss. "
+    "That rule was mended, and the runs of `again` were made. The tables have the rules as they are now."
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
@@ -182,7 +186,11 @@ def markdown(results: dict[str, Any]) -> str:
     """Make the page of the results."""
     body = count(results)
     body += f"\n{results['note']}\n" if results.get("note") else ""
-    for group, text in (("check", "Runs for the check"), ("fit", "Runs that the rules were fitted by")):
+    for group, text in (
+        ("check", "Runs for the check"),
+        ("again", "Sound runs that were made after a rule was mended"),
+        ("fit", "Runs that the rules were fitted by"),
+    ):
         body += f"\n## {text}\n\n"
         cells = [
             [
@@ -220,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     results = {name: judge_group(name) for name in GROUPS} if "judge" in chosen.only else dict(earlier)
     results |= {
         "cost": cost,
-        "note": earlier.get("note", ""),
+        "note": NOTE,
         "about": about("make bench NAME=doctor", ["torch", "numpy"], 1),
     }
     write(chosen.output, results, markdown(results))

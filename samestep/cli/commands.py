@@ -130,10 +130,10 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         answered_by="samestep.contrib.doctor.command:doctor",
         summary="say what went wrong in a run: at which step, by what evidence, what to change",
         description=(
-            "Reads the output folder of a run, or of transformers' Trainer (trainer_state.json). Names at most three of: a rate "
-            "too high, a warm-up too short, divergence, spikes, oscillation, a plateau, dead and exploding layers, clipping "
-            "always on, overfitting, traces of the data's order. Layers are measured with --watch_layers 10. Needs no torch. "
-            "Exit code 0 nothing was found, 1 something was, 2 bad usage."
+            "Reads the output folder of a run, or of transformers' Trainer (trainer_state.json). Tells at most three findings. "
+            "They are of the rate, warm-up, divergence, spikes, oscillation, a plateau, dead and exploding layers, clipping, "
+            "overfitting, or the order of the data. Layers are measured with --watch_layers 10. Needs no torch. Exit code 0 "
+            "nothing was found, 1 something was, 2 bad usage."
         ),
         examples="doctor runs/first\ndoctor runs/first --json",
     ),

@@ -54,7 +54,7 @@ def _find_spikes(curve: Curve) -> np.ndarray:
     """
     usual = max(TAIL * float(np.quantile(np.abs(curve.rest), 0.95)), 0.1 * curve.fall)
     places = np.flatnonzero(curve.rest[1:] > max(SPIKE * curve.scatter, usual)) + 1
-    local = [_find_scatter_around(curve, place) for place in places]
+    local = [_find_scatter_around(curve, int(place)) for place in places]
     return places[curve.rest[places] > SPIKE * np.array(local)] if len(places) else places
 
 
