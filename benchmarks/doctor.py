@@ -33,8 +33,8 @@ STEPS = 30
 
 NOTE = (
     "At first sight 17 of 20 broken ones were named, and 1 of 20 sound ones was accused (`review_sound`, of divergence): by "
-    "the rules as they were before the runs for the check were made. The last step alone was taken for the lowest level of a loss. "
-    "That rule was mended, and the runs of `again` were made. The tables have the rules as they are now."
+    "the rules as they were before the runs for the check were made. The last step alone was taken for the lowest level of a "
+    "loss. That rule was mended, and the runs of `again` were made. The tables have the rules as they are now."
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
