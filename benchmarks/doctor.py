@@ -10,6 +10,7 @@ The cost of --watch_layers is the CPU seconds in its methods over those of the w
 """
 
 import functools
+import gzip
 import json
 import os
 import sys
@@ -65,13 +66,14 @@ def train_all(group: str, names: list[str], work: Path) -> None:
         kept[case.name] = run
         print(case.name, run["code"], len(run["steps"]["loss"]), flush=True)
         rows = [json.dumps(kept[case.name]) for case in cases if case.name in kept]
-        (KEPT / f"{group}.json").write_text('{"runs": [\n' + ",\n".join(rows) + "\n]}\n", encoding="utf-8")
+        text = '{"runs": [\n' + ",\n".join(rows) + "\n]}\n"
+        (KEPT / f"{group}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def read_runs(group: str) -> list[dict[str, Any]]:
     """Read what is kept of the runs of a group."""
-    file = KEPT / f"{group}.json"
-    return json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else []
+    file = KEPT / f"{group}.json.gz"
+    return json.loads(gzip.decompress(file.read_bytes()))["runs"] if file.exists() else []
 
 
 def judge_group(group: str) -> list[dict[str, Any]]:
