@@ -22,6 +22,7 @@ SHORT = """
     choices --only pretrain_gpt2 --precisions no
     cifar10 --only digits --seeds 1 --num_images 256
     communication --only exact power_sgd --seeds 1 --steps 12
+    doctor --only judge
     embeddings --only ragged --batches 8 --rounds 1
     exact_trainers --only BertForMultipleChoice reward
     fault_tolerance --only chaos --fresh --runs 1

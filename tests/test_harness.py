@@ -21,6 +21,7 @@ RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
+    "doctor": ("docs/doctor.md", "doctor", "part"),
     "fault-tolerance": ("docs/fault-tolerance.md", "fault_tolerance", "part"),
     "batch norm": ("docs/noise-and-batch-norm.md", "batch_norm", "part"),
     "cifar10": ("docs/cifar10.md", "cifar10", "part"),

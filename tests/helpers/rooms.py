@@ -14,8 +14,9 @@ OWN = {
         pretrained_shape proof_gpu readers timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers streamed_programs streaming
+        accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest doctor
+        embedding_trainer expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers
+        streamed_programs streaming
         train_embeddings watch whole_batch
         """.split(),
 }
