@@ -20,7 +20,9 @@ SHORT = """
     chat_grid --only cells --shapes llama --dtypes float64 --tuned full
     chats --only sft_512 --precisions no --rounds 1 --programs ours floor
     choices --only pretrain_gpt2 --precisions no
+    cifar10 --only digits --seeds 1 --num_images 256
     communication --only exact power_sgd --seeds 1 --steps 12
+    doctor --only judge
     embeddings --only ragged --batches 8 --rounds 1
     exact_trainers --only BertForMultipleChoice reward
     fault_tolerance --only chaos --fresh --runs 1
@@ -42,6 +44,7 @@ SHORT = """
     sharding
     startup --only pretrain_gpt2 --rounds 1
     state --only heads --heads BertForSequenceClassification
+    streaming --moves 2 --rounds 1 --steps 4
     templates --num_drawn 2
     timing
     """

@@ -21,8 +21,10 @@ RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
+    "doctor": ("docs/doctor.md", "doctor", "part"),
     "fault-tolerance": ("docs/fault-tolerance.md", "fault_tolerance", "part"),
     "batch norm": ("docs/noise-and-batch-norm.md", "batch_norm", "part"),
+    "cifar10": ("docs/cifar10.md", "cifar10", "part"),
     "communication": ("docs/communication.md", "communication", "part"),
     "grid": ("docs/noise-and-batch-norm.md", "reproducible", "describe_grid"),
     "language models": ("docs/planner.md", "language_models", "describe"),

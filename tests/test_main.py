@@ -338,8 +338,8 @@ def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
         ("plan --on 4xt4 bert_base", "it needs a recipe as its first word"),
         (
             "--on 4xt4",
-            "recipes --on: valid names: advise, audit-script, chat, check-model, compare, launch, lint, list, plan, scale, "
-            "show, show-data, watch",
+            "recipes --on: valid names: advise, audit-script, chat, check-model, compare, doctor, launch, lint, list, plan, "
+            "scale, show, show-data, watch",
         ),
         ("audit-script --step 3 -- a.py", "unexpected '--step': did you mean --steps or --stop?; the program"),
         ("audit-script --steps x -- a.py", "argument --steps: invalid int value: 'x'; see recipes audit-script --help"),

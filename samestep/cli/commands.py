@@ -126,6 +126,17 @@ chat runs/chats/checkpoint-36 --once "What is 12 plus 30?" --temperature 0.7 --m
         ),
         examples="watch runs/first",
     ),
+    "doctor": Command(
+        answered_by="samestep.contrib.doctor.command:doctor",
+        summary="say what went wrong in a run: at which step, by what evidence, what to change",
+        description=(
+            "Reads the output folder of a run, or of transformers' Trainer (trainer_state.json). Tells at most three findings. "
+            "They are of the rate, warm-up, divergence, spikes, oscillation, a plateau, dead and exploding layers, clipping, "
+            "overfitting, or the order of the data. Layers are measured with --watch_layers 10. Needs no torch. Exit code 0 "
+            "nothing was found, 1 something was, 2 bad usage."
+        ),
+        examples="doctor runs/first\ndoctor runs/first --json",
+    ),
     "advise": Command(
         answered_by="samestep.contrib.advice.command:advise",
         summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",

@@ -17,6 +17,7 @@ WAYS = (
     "samestep.contrib.growing.exclusions:RULES",
     "samestep.contrib.communication.exclusions:RULES",
     "samestep.contrib.noise.exclusions:RULES",
+    "samestep.contrib.doctor.exclusions:RULES",
     "samestep.contrib.optim.exclusions:RULES",
     "samestep.contrib.whole_batch.exclusions:RULES",
 )

@@ -83,6 +83,11 @@ def _is_layer(value: Any) -> bool:
     return type(value) is dict and all(SQUARE.allows(value.get(name)) for name in ("grad_signal", "grad_noise"))
 
 
+def _is_norms(value: Any) -> bool:
+    names = ("grad_norm", "weight_norm", "update_ratio")
+    return type(value) is dict and all(is_finite(value.get(name)) and 0 <= value[name] <= MAX_SQUARE for name in names)
+
+
 def _are_sizes(value: Any) -> bool:
     return (
         type(value) is list
@@ -157,6 +162,11 @@ TARGETS = FieldRule("an object of counts", functools.partial(_is_mapping, allows
 LAYERS = FieldRule(
     "an object of layers with grad_signal and grad_noise", functools.partial(_is_mapping, allows=_is_layer)
 )
+SHARE = FieldRule("a number from 0 to 1", lambda value: is_finite(value) and 0 <= value <= 1)
+LAYER_NORMS = FieldRule(
+    "an object of layers with grad_norm, weight_norm and update_ratio",
+    functools.partial(_is_mapping, allows=_is_norms),
+)
 SIZES = FieldRule(f"at most {MAX_SIZES:,} pairs of steps and samples, which are whole numbers", _are_sizes)
 
 FIELDS: dict[str, dict[str, FieldRule]] = {
@@ -182,6 +192,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "per_device_train_batch_size": POSITIVE.or_null(),
         "per_device_train_tokens": POSITIVE.or_null(),
     },
+    "layers.jsonl": {"step": COUNT, "share_clipped": SHARE, "layers": LAYER_NORMS},
     "digests.jsonl": {"step": COUNT, "gradients": DIGESTS, "parameters": DIGESTS, "moments": DIGESTS},
     "samples.jsonl": {"step": COUNT, "process": COUNT, "micro_step": COUNT, "epochs": LIST, "samples": LIST},
 }
@@ -189,6 +200,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
 NEEDED: dict[str, tuple[str, ...]] = {
     "metrics.jsonl": ("step",),
     "noise.jsonl": ("step", "samples", "targets", "layers"),
+    "layers.jsonl": ("step", "layers"),
     "digests.jsonl": ("step", "gradients", "parameters", "moments"),
     "samples.jsonl": ("step",),
 }

@@ -103,6 +103,12 @@ class RunSettings:
         POSITIVE,
         default=None,
     )
+    watch_layers: int | None = setting(
+        "steps between measurements of each layer (norms of gradient and weights, update over weights), which go to "
+        "layers.jsonl; none: they are not measured",
+        POSITIVE,
+        default=None,
+    )
     report_to: str = setting(
         "tracker of the curves; tensorboard writes into OUTPUT_DIR/tensorboard",
         choice("none", "tensorboard", "wandb", "trackio"),

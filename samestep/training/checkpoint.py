@@ -96,7 +96,7 @@ LATER_FIELDS = (
 )
 """Fields of a recipe that may decide later steps only: a checkpoint whose recipe has other values is taken where all steps so
 far are the same."""
-LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl")
+LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl", "layers.jsonl")
 """Files of a line per step, evaluation, event or measurement; a resumed run writes those of later steps again."""
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""

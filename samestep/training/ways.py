@@ -42,18 +42,21 @@ ANSWERS, DEVIATION = "samestep.contrib.generation:Answers", "samestep.contrib.wh
 TARGETS = "samestep.contrib.generated_targets:Targets"
 STRAGGLERS, PAGES = "samestep.contrib.stragglers:Stragglers", "samestep.contrib.publishing.pages:Pages"
 ROUTERS = "samestep.contrib.whole_batch.router_loss:RouterLoad"
+WARNINGS = "samestep.contrib.doctor.live:Warnings"
 POSITION = "samestep.contrib.streaming.steps:StreamPosition"
 BATCH_SIZE, REHEARSE = "samestep.contrib.host_memory:choose_batch_size", "samestep.contrib.rehearsing:rehearse_own_kind"
 PARTS: list[tuple[str, Callable[[Any], bool]]] = [
     ("samestep.contrib.digests:Digests", lambda run: run.settings.digest_steps is not None),
     (STRAGGLERS, lambda run: run.accelerator.num_processes > 1 and is_there(STRAGGLERS)),  # nobody has asked for it
     ("samestep.contrib.noise.scale:NoiseScale", lambda run: run.settings.noise_scale_steps is not None),
+    ("samestep.contrib.doctor.norms:LayerNorms", lambda run: run.settings.watch_layers is not None),
     (DEVIATION, lambda run: _depends_on_cut(run.recipe) and is_there(DEVIATION)),  # nor for that
     (ROUTERS, lambda run: _balances_experts(run.recipe)),
     (POSITION, lambda run: is_streamed(run.recipe)),
     ("samestep.training.ledger:Ledger", lambda run: run.settings.record_samples),
     ("samestep.training.report:RunLog", lambda run: True),
     ("samestep.contrib.trackers:Trackers", lambda run: run.settings.report_to != "none"),
+    (WARNINGS, lambda run: is_there(WARNINGS)),  # by default
     ("samestep.contrib.noise.growth:Growth", lambda run: _follows_noise(run.recipe)),
     (ANSWERS, lambda run: _generates(run, has_targets=False) and is_there(ANSWERS)),  # by default
     (TARGETS, lambda run: _generates(run, has_targets=True) and is_there(TARGETS)),  # by default
@@ -77,6 +80,11 @@ def choose_build(recipe: Recipe, build: Callable[..., tuple[Any, Any]]) -> Calla
     if is_streamed(recipe):
         build = _load("samestep.contrib.streaming.samples:build")
     return build
+
+
+def find_list_folder(run: "Run") -> Path | None:
+    """Find the folder for the list of skipped rows; None: others write it, of a stream a part of the run, as it meets them."""
+    return run.output_dir if run.accelerator.is_main_process and not is_streamed(run.recipe) else None
 
 
 def choose_order(recipe: Recipe) -> type[Order]:

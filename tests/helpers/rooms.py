@@ -14,8 +14,9 @@ OWN = {
         pretrained_shape proof_gpu readers timing trace worked_examples workload
         """.split(),
     "samestep.contrib": """
-        accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers streaming
+        accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest doctor
+        embedding_trainer expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers
+        streamed_programs streaming
         train_embeddings watch whole_batch
         """.split(),
 }
@@ -24,7 +25,7 @@ SHARED = {
     "stepplan": """
         batch_schedule boundaries bounds configs conversations docs errors exclusions harness internals launch main
         modern muon no_code other_names packaging printed_commands products quantization readme reading rehearsal
-        scaling sharding variants
+        scaling sharding sources variants
         """.split(),
     "samestep.contrib": """
         accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint

@@ -1,0 +1,200 @@
+"""The runs of `doctor.py`: 40 that were broken on purpose, and 40 sound ones; half of each fit the rules, half check them.
+
+A line has the name of a run, its program, what was done to it, the findings that name that (`none`: it is sound), and flags.
+What was done, beside flags:
+
+    dead:PART            the gradient of parameters whose names contain PART is zero
+    relu:PART            these parameters are -100 at first, so that no ReLU behind them lets anything through
+    boost:PART:FACTOR    the gradient of these parameters is multiplied
+    same_order           each epoch has the order of the first
+    sorted               each epoch has the order of the file
+    restarts:STEPS       the rate falls to nothing by a half cosine, and begins anew
+"""
+
+from typing import NamedTuple
+
+BASES = {
+    "pretrain_gpt2": "--recipe gpt2_small_cpu --vocab_size 600 --block_size 64 --n_positions 64 --n_embd 64 --n_layer 2 "
+    "--n_head 2 --max_train_steps 120 --num_warmup_steps 12 --learning_rate 3e-3 --train_file WORK/texts.jsonl",
+    "finetune_classifier": "--recipe finetune_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 48 "
+    "--num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 96 --num_train_epochs none --max_train_steps 120 "
+    "--learning_rate 2e-3 --warmup_ratio 0.1 --train_file WORK/labels.csv",
+    "train_image_classifier": "--recipe resnet_digits_cpu --image_height 16 --image_width 16 --embedding_size 8 "
+    "--hidden_sizes 8 16 --depths 1 1 --label_smoothing 0 --num_train_epochs none --max_train_steps 120 --warmup_ratio 0.1 "
+    "--learning_rate 0.1",
+    "pretrain_modern": "--recipe gpt_modern_small_cpu --vocab_size 600 --block_size 64 --max_position_embeddings 64 "
+    "--hidden_size 64 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 128 --global_batch_size 16 "
+    "--max_train_steps 120 --train_file WORK/texts.jsonl",
+    "pretrain_modern_bert": "--recipe bert_modern_small_cpu --vocab_size 600 --max_seq_length 64 --max_position_embeddings 64 "
+    "--hidden_size 64 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 128 --global_batch_size 16 "
+    "--max_train_steps 120 --train_file WORK/texts.jsonl",
+    "pretrain_bert": "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 64 --hidden_size 64 --num_hidden_layers 2 "
+    "--num_attention_heads 2 --intermediate_size 128 --max_train_steps 140 --warmup_ratio 0.1 --learning_rate 2e-3 "
+    "--train_file WORK/texts.jsonl",
+    "finetune_causal_lm": "--recipe sft_small_cpu --num_train_samples 2000 --num_validation_samples 60 --hidden_size 48 "
+    "--num_attention_heads 4 --num_key_value_heads 2 --intermediate_size 96 --max_train_steps 140 --num_generations 0",
+    "finetune_seq2seq": "--recipe seq2seq_small_cpu --num_train_samples 4000 --num_validation_samples 100 --hidden_size 48 "
+    "--num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 96 --global_batch_size 32 --num_generations 0 "
+    "--num_train_epochs none --max_train_steps 150 --warmup_ratio 0.1 --lr_scaling_rule none",
+    "finetune_reviews": "--recipe finetune_reviews_cpu --vocab_size 500 --max_seq_length 32 --hidden_size 32 "
+    "--num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 64 --num_train_epochs none --max_train_steps 160 "
+    "--num_labels none --metrics accuracy --train_file WORK/reviews.csv",
+}
+"""Program, or program of other settings -> its flags. The first four have the runs for fitting, the others the check's."""
+SCRIPTS = {
+    "finetune_reviews": "finetune_classifier",
+    "pretrain_modern": "pretrain_gpt2",
+    "pretrain_modern_bert": "pretrain_bert",
+}
+COMMON = "--speed safe --watch_layers 4 --eval_steps 20 --validation_fraction 0.1 --output_dir OUT"
+OWN_SHAPE = " ".join(
+    f"--{field} none"
+    for field in (
+        "architecture hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size "
+        "max_position_embeddings tie_word_embeddings initializer_range"
+    ).split()
+)
+"""Flags of a run whose shape is that of the model that it goes on from."""
+RATE = "rate,divergence,warm_up"
+
+FIT = f"""
+gpt_rate_30     | pretrain_gpt2 | | {RATE} | --learning_rate 0.1 --seed 1
+gpt_rate_10     | pretrain_gpt2 | | {RATE} | --learning_rate 0.03 --seed 2 --max_grad_norm none
+gpt_no_warm_up  | pretrain_gpt2 | | {RATE} | --learning_rate 0.02 --num_warmup_steps 0 --seed 3
+gpt_bad_beta    | pretrain_gpt2 | | {RATE},oscillation | --learning_rate 0.01 --adam_beta1 0.98 --adam_beta2 0.6 --seed 4
+gpt_dead        | pretrain_gpt2 | dead:h.1. | dead_layer | --seed 5
+gpt_boost       | pretrain_gpt2 | boost:h.0.:1000 | exploding_layer | --seed 6
+gpt_slow        | pretrain_gpt2 | | plateau | --learning_rate 3e-7 --seed 7
+gpt_few         | pretrain_gpt2 | | overfitting | --train_file WORK/few.jsonl --validation_file WORK/other.jsonl --seed 8
+gpt_same_order  | pretrain_gpt2 | same_order | order | --train_file WORK/some.jsonl --seed 9
+gpt_bad_shard   | pretrain_gpt2 | sorted | order,spike | --train_file WORK/bad_shard.jsonl --max_train_steps 100 --seed 10
+label_rate_50   | finetune_classifier | | {RATE} | --learning_rate 0.1 --seed 11
+label_dead      | finetune_classifier | dead:encoder.layer.0. | dead_layer | --seed 12
+label_few       | finetune_classifier | | overfitting | --train_file WORK/few.csv --validation_file WORK/other.csv --seed 13
+label_sorted    | finetune_classifier | sorted | order | --train_file WORK/sorted.csv --seed 14
+label_shard     | finetune_classifier | sorted | order,spike | \
+    --train_file WORK/bad_shard.csv --global_batch_size 8 --lr_scaling_rule none --max_train_steps 160 \
+    --seed 15
+label_frozen    | finetune_classifier | | plateau | --learning_rate 1e-8 --seed 16
+image_rate_50   | train_image_classifier | | {RATE} | --learning_rate 5 --seed 17
+image_relu      | train_image_classifier | relu:embedder.embedder.normalization.bias | dead_layer | --seed 18
+image_clipped   | train_image_classifier | | clipping | --max_grad_norm 1e-3 --seed 19
+image_same_order | train_image_classifier | same_order | order | --seed 20
+gpt_sound        | pretrain_gpt2 | | none | --seed 101
+gpt_no_clip      | pretrain_gpt2 | | none | --max_grad_norm none --seed 102
+gpt_often_clipped | pretrain_gpt2 | | none | --max_grad_norm 0.3 --seed 103
+gpt_restarts     | pretrain_gpt2 | restarts:40 | none | --seed 104
+gpt_growing      | pretrain_gpt2 | | none | --batch_schedule "4, 16 at 0.4" --lr_scaling_rule none --seed 105
+gpt_noisy        | pretrain_gpt2 | | none | --global_batch_size 2 --lr_scaling_rule none --learning_rate 1e-3 --seed 106
+gpt_constant     | pretrain_gpt2 | | none | --lr_scheduler_type constant --seed 107
+gpt_some         | pretrain_gpt2 | | none | --train_file WORK/some.jsonl --max_train_steps 60 --seed 108
+gpt_again        | pretrain_gpt2 | from:gpt_sound | none | --learning_rate 3e-4 --seed 109
+gpt_converged    | pretrain_gpt2 | from:gpt_again | none | --learning_rate 5e-5 --lr_scheduler_type constant --seed 110
+label_sound      | finetune_classifier | | none | --seed 111
+label_noisy      | finetune_classifier | | none | --global_batch_size 4 --lr_scaling_rule none --learning_rate 5e-4 --seed 112
+label_clipped    | finetune_classifier | | none | --max_grad_norm 0.5 --seed 113
+label_again      | finetune_classifier | from:label_sound | none | --learning_rate 2e-4 --seed 114
+label_some       | finetune_classifier | | none | --train_file WORK/few.csv --max_train_steps 30 --seed 115
+image_sound      | train_image_classifier | | none | --seed 116
+image_restarts   | train_image_classifier | restarts:60 | none | --seed 117
+image_noisy      | train_image_classifier | | none | \
+    --global_batch_size 8 --lr_scaling_rule none --learning_rate 0.02 --seed 118
+muon_sound       | pretrain_modern | | none | --seed 119
+image_adamw      | train_image_classifier | | none | \
+    --optimizer adamw --sgd_momentum none --adam_beta1 0.9 --adam_beta2 0.99 --adam_epsilon 1e-8 \
+    --lr_scaling_rule sqrt --learning_rate 3e-3 --weight_decay 0.05 --seed 120
+"""
+CHECK = f"""
+bert_rate_30     | pretrain_bert | | {RATE} | --learning_rate 0.06 --seed 201
+bert_no_warm_up  | pretrain_bert | | {RATE} | --learning_rate 0.02 --warmup_ratio 0 --seed 202
+bert_bad_beta    | pretrain_bert | | {RATE},oscillation | --learning_rate 0.01 --adam_beta1 0.99 --adam_beta2 0.5 --seed 203
+bert_dead        | pretrain_bert | dead:layer.1. | dead_layer | --seed 204
+bert_same_order  | pretrain_bert | same_order | order | --train_file WORK/some.jsonl --seed 205
+bert_bad_shard   | pretrain_bert | sorted | order,spike | --train_file WORK/bad_shard.jsonl --seed 206
+chat_rate_20     | finetune_causal_lm | | {RATE} | --learning_rate 0.06 --seed 207
+chat_no_warm_up  | finetune_causal_lm | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 208
+chat_boost       | finetune_causal_lm | boost:layers.1.:1000 | exploding_layer | --seed 209
+chat_slow        | finetune_causal_lm | | plateau | --learning_rate 1e-7 --seed 210
+chat_few         | finetune_causal_lm | | overfitting | --num_train_samples 32 --seed 211
+chat_clipped     | finetune_causal_lm | | clipping | --max_grad_norm 1e-3 --seed 212
+spell_rate_30    | finetune_seq2seq | | {RATE} | --learning_rate 0.06 --seed 213
+spell_dead       | finetune_seq2seq | dead:encoder.block | dead_layer | --seed 214
+spell_bad_beta   | finetune_seq2seq | | {RATE},oscillation | --learning_rate 0.02 --adam_beta1 0.98 --adam_beta2 0.5 --seed 215
+spell_few        | finetune_seq2seq | | overfitting | --num_train_samples 48 --seed 216
+review_rate_100  | finetune_reviews | | {RATE} | --learning_rate 0.1 --seed 217
+review_sorted    | finetune_reviews | sorted | order | --train_file WORK/sorted_reviews.csv --seed 218
+review_shard     | finetune_reviews | sorted | order,spike | \
+    --train_file WORK/wrong_reviews.csv --learning_rate 3e-3 --global_batch_size 8 --lr_scaling_rule none \
+    --max_train_steps 140 --seed 219
+review_few       | finetune_reviews | | overfitting | \
+    --train_file WORK/few_reviews.csv --validation_file WORK/other_reviews.csv --learning_rate 3e-3 \
+    --seed 220
+bert_sound       | pretrain_bert | | none | --seed 301
+bert_noisy       | pretrain_bert | | none | --global_batch_size 3 --lr_scaling_rule none --learning_rate 7e-4 --seed 302
+bert_constant    | pretrain_bert | | none | --lr_scheduler_type constant --seed 303
+bert_restarts    | pretrain_bert | restarts:45 | none | --seed 304
+bert_clipped     | pretrain_bert | | none | --max_grad_norm 0.3 --seed 305
+bert_again       | pretrain_bert | from:bert_sound | none | --learning_rate 2e-4 --seed 306
+chat_sound       | finetune_causal_lm | | none | --seed 307
+chat_noisy       | finetune_causal_lm | | none | --global_batch_size 4 --lr_scaling_rule none --learning_rate 1e-3 --seed 308
+muon_masks       | pretrain_modern_bert | | none | --seed 309
+chat_growing     | finetune_causal_lm | | none | \
+    --batch_schedule "8, 32 at 0.3" --lr_scaling_rule none --learning_rate 1.5e-3 --seed 310
+chat_again       | finetune_causal_lm | from:chat_sound | none | {OWN_SHAPE} --learning_rate 3e-4 --seed 311
+chat_some        | finetune_causal_lm | | none | --num_train_samples 300 --max_train_steps 40 --seed 312
+spell_sound      | finetune_seq2seq | | none | --seed 313
+spell_restarts   | finetune_seq2seq | restarts:50 | none | --seed 314
+spell_clipped    | finetune_seq2seq | | none | --max_grad_norm 0.5 --seed 315
+spell_constant   | finetune_seq2seq | | none | --lr_scheduler_type constant --learning_rate 1e-3 --seed 316
+review_sound     | finetune_reviews | | none | --seed 317
+review_noisy     | finetune_reviews | | none | --global_batch_size 4 --lr_scaling_rule none --learning_rate 3e-4 --seed 318
+review_again     | finetune_reviews | from:review_sound | none | --learning_rate 1e-4 --seed 319
+review_some      | finetune_reviews | | none | --train_file WORK/few.csv --max_train_steps 30 --seed 320
+"""
+
+AGAIN = """
+review_sound_2   | finetune_reviews | | none | --seed 401
+review_faster    | finetune_reviews | | none | --learning_rate 2e-3 --seed 402
+review_small     | finetune_reviews | | none | --global_batch_size 8 --lr_scaling_rule none --learning_rate 1e-3 --seed 403
+review_constant  | finetune_reviews | | none | --lr_scheduler_type constant --seed 404
+spell_small      | finetune_seq2seq | | none | --global_batch_size 8 --learning_rate 1e-3 --seed 405
+spell_decay      | finetune_seq2seq | | none | --lr_scheduler_type warmup_stable_decay --seed 406
+chat_constant    | finetune_causal_lm | | none | --lr_scheduler_type constant --learning_rate 2e-3 --seed 407
+chat_clip        | finetune_causal_lm | | none | --max_grad_norm 0.3 --seed 408
+bert_linear      | pretrain_bert | | none | --lr_scheduler_type linear --seed 409
+gpt_linear       | pretrain_gpt2 | | none | --lr_scheduler_type linear --seed 410
+label_linear     | finetune_classifier | | none | --lr_scheduler_type linear --learning_rate 1e-3 --seed 411
+image_linear     | train_image_classifier | | none | --lr_scheduler_type linear --seed 412
+"""
+"""Sound runs that were made after a rule was mended that had accused `review_sound`."""
+
+
+class Case(NamedTuple):
+    """A run.
+
+    Attributes:
+        program: one of `BASES`.
+        fault: what was done to it, empty: flags alone.
+        accepted: findings that name it; empty: it is sound.
+        flags: beside those of `BASES` and `COMMON`.
+    """
+
+    name: str
+    program: str
+    fault: str
+    accepted: tuple[str, ...]
+    flags: str
+
+    @property
+    def script(self) -> str:
+        return SCRIPTS.get(self.program, self.program)
+
+
+def read_cases(text: str) -> list[Case]:
+    """Read the lines of `FIT` or `CHECK`."""
+    cases = []
+    for line in text.strip().splitlines():
+        name, program, fault, accepted, flags = (part.strip() for part in line.split("|"))
+        names = () if accepted == "none" else tuple(accepted.split(","))
+        cases.append(Case(name, program, fault, names, flags))
+    return cases

@@ -1,0 +1,56 @@
+"""Data of the runs: texts and labelled paragraphs of Python's documentation, few, many, sorted, or with a damaged stretch."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+PARTS = ("asyncio", "email", "importlib", "logging", "tkinter", "unittest")
+"""Labels: parts of the documentation that are told apart."""
+
+
+def write_texts(work: Path) -> None:
+    """Write files of texts: texts, some (120), few (12), other (60), bad_shard and reversed_shard."""
+    from samestep.data.documents import load_rows
+
+    pages = load_rows(train_file=None, dataset_name="builtin/python_docs").rows
+    rows = [row["text"][:600] for row in pages if len(row["text"]) > 200]
+    rng = random.Random(60)
+    rng.shuffle(rows)
+    noise = ["".join(rng.choice("abcdefghijklmnopqrstuvwxyz    ") for _ in range(600)) for _ in range(120)]
+    texts = {"texts": rows[:900], "some": rows[:120], "few": rows[-12:], "other": rows[-100:-40]}
+    texts["bad_shard"] = rows[:300] + noise + rows[300:900]
+    texts["reversed_shard"] = rows[:450] + [row[::-1] for row in rows[450:600]] + rows[600:900]
+    for name, lines in texts.items():
+        text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def write_labels(work: Path) -> None:
+    """Write files of labelled texts: labels, few (60), other (60), sorted, bad_shard, and reviews of two labels."""
+    from samestep.data.builtin.python_docs import load_paragraphs
+
+    rng, rows = random.Random(61), []
+    for row in load_paragraphs():
+        if row["label"] in PARTS:
+            rows.append((" ".join(row["text"].split()[:30]), row["label"]))
+    rng.shuffle(rows)
+    first = 900
+    shard = [(text, PARTS[(PARTS.index(label) + 1) % len(PARTS)]) for text, label in rows[first : first + 200]]
+    tables = {"labels": rows[:1000], "few": rows[-60:], "other": rows[-120:-60]}
+    tables["sorted"] = sorted(rows[:800], key=lambda row: row[1])
+    tables["bad_shard"] = rows[:first] + shard + rows[first + 200 :]
+    tables["reviews"] = two = [(text, "good" if label < "j" else "bad") for text, label in rows]
+    tables["sorted_reviews"] = sorted(two, key=lambda row: row[1])
+    tables["wrong_reviews"] = two[:900] + [(t, "bad" if y == "good" else "good") for t, y in two[900:1060]] + two[1060:]
+    tables["few_reviews"], tables["other_reviews"] = two[-40:], two[-140:-40]
+    for name, lines in tables.items():
+        with (work / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *lines])
+
+
+if __name__ == "__main__":
+    import sys
+
+    write_texts(Path(sys.argv[1]))
+    write_labels(Path(sys.argv[1]))

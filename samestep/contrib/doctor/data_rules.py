@@ -1,0 +1,118 @@
+"""Finds what the data do to a run: overfitting, and traces of the order of the samples."""
+
+import numpy as np
+
+from samestep.contrib.doctor.curve import SIDE, Curve, find_edges
+from samestep.contrib.doctor.findings import Finding
+from samestep.contrib.doctor.signals import correlate, find_level, find_scatter
+
+WORSE, GAP = 0.05, 0.5
+"""Rise of the held-out loss from its lowest, and its distance to the training loss, over the fall of the training loss."""
+
+
+def find_overfitting(curve: Curve) -> Finding | None:
+    """Find a held-out loss that rises, or stays behind, while the training loss falls."""
+    steps, losses = curve.history.eval_steps, curve.history.eval_losses
+    known = np.isfinite(losses)
+    steps, losses = steps[known], losses[known]
+    if len(losses) < 3:
+        return None
+    low = int(losses.argmin())
+    place = min(int(np.searchsorted(curve.history.steps, steps[low])), curve.num_steps - 1)
+    rise, fall_since = float(losses[-1] - losses[low]), float(curve.level[place] - curve.end)
+    has_risen = low < len(losses) - 2 and rise > max(WORSE * curve.fall, 2 * curve.scatter)
+    has_risen = has_risen and fall_since > 4 * curve.scatter
+    is_from_start = steps[0] <= curve.history.steps[0]
+    offset = float(losses[0] - curve.loss[0]) if is_from_start else 0.0
+    gap = float(losses[-1] - curve.end) - offset
+    has_gap = is_from_start and gap > GAP * curve.fall and fall_since >= 0 and curve.fall > 4 * curve.scatter
+    if not (has_risen or has_gap):
+        return None
+    first = int(steps[low])
+    saw = (
+        f"the held-out loss is lowest in step {first:,} ({losses[low]:.4g}), and {losses[-1]:.4g} at the end, while the "
+        f"training loss falls to {curve.end:.4g}"
+    )
+    return Finding(
+        kind="overfitting",
+        step=first,
+        saw=saw,
+        knob=f"stop at step {first:,}, or fewer epochs; more data, dropout, weight_decay",
+        evidence={
+            "lowest_eval_loss": float(losses[low]),
+            "last_eval_loss": float(losses[-1]),
+            "training_loss": curve.end,
+        },
+    )
+
+
+REPEATED, CERTAIN = 0.35, 4.0
+"""Correlation of the loss with that of an epoch before, and its distance from 0 in standard errors, that random orders lack."""
+
+
+def find_order(curve: Curve) -> Finding | None:
+    """Find traces of the order of the data: a pattern that comes again in each epoch, or a stretch that is unlike the rest."""
+    return _find_repeated(curve) or _find_stretch(curve)
+
+
+def _find_repeated(curve: Curve) -> Finding | None:
+    epochs = curve.history.columns["epoch"]
+    if not np.isfinite(epochs).all() or epochs[-1] < 2 or (np.diff(epochs) <= 0).any():
+        return None
+    per_epoch = curve.num_steps / float(epochs[-1] - epochs[0] + (epochs[1] - epochs[0]))
+    if per_epoch < 6:
+        return None
+    rest = curve.loss - find_level(curve.loss, int(per_epoch) | 1)
+    later = np.flatnonzero(epochs >= epochs[0] + 1)
+    before = np.interp(epochs[later] - 1, epochs, rest)
+    correlation = correlate(before, rest[later])
+    certainty = correlation * float(np.sqrt(len(later)))
+    if correlation < REPEATED or certainty < CERTAIN:
+        return None
+    return Finding(
+        kind="order",
+        step=curve.step(int(later[0])),
+        saw="the loss has the same pattern in each epoch: the samples come in the same order",
+        knob="shuffle the data anew in each epoch",
+        evidence={"correlation_of_epochs": correlation, "steps_per_epoch": float(per_epoch), "steps": len(later)},
+    )
+
+
+LEAP, LONGEST = 3.0, 0.4
+"""Scatters by which a stretch is above what is before and behind it, and its longest share of the run."""
+MANY, UNEVEN = 4, 4
+"""Leaps from which on a loss is wild, whatever its samples; and scatter around an edge, over that of the run, from which on it
+is, too."""
+
+
+def _find_stretch(curve: Curve) -> Finding | None:
+    """Find a stretch of steps, between two sharp edges, with a higher loss than before and behind."""
+    loss, n = curve.loss, curve.num_steps
+    if n < 6 * SIDE:
+        return None
+    places, edges = find_edges(loss)
+    bound = max(LEAP * curve.scatter, 0.15 * curve.fall)
+    ups, downs = places[edges > bound], places[edges < -bound]
+    if np.count_nonzero(np.diff(ups) > SIDE) >= MANY:
+        return None
+    for up in ups:
+        down = next((place for place in downs if place >= up + SIDE), None)
+        if down is None or down - up > LONGEST * n or up < SIDE * 2:
+            continue
+        inside, before, behind = loss[up:down], loss[max(0, up - 3 * SIDE) : up], loss[down : down + 3 * SIDE]
+        bound = max(bound, LEAP * find_scatter(before))
+        is_even = max(map(find_scatter, (before, inside, behind))) <= UNEVEN * curve.scatter
+        if is_even and np.quantile(inside, 0.1) - max(np.median(before), np.median(behind)) > bound / 2:
+            return Finding(
+                kind="order",
+                step=curve.step(int(up)),
+                saw=f"steps {curve.step(int(up)):,} to {curve.step(int(down) - 1):,} have a higher loss than those before and "
+                "behind, with sharp edges: their samples are others",
+                knob="look at the samples of these steps (a file, a source, labels); shuffle the data",
+                evidence={
+                    "before": float(np.median(before)),
+                    "inside": float(np.median(inside)),
+                    "behind": float(np.median(behind)),
+                },
+            )
+    return None
