@@ -8,7 +8,7 @@ Only communication overlaps with the backward, and loading with everything. Cons
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
@@ -238,7 +238,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     )
 
 
-def _count_attention(model: Model) -> Attention | None:
+def _count_attention(model: Any) -> Attention | None:
     """Count the work of a fused kernel; None: the model stores its scores, or has no formula."""
     if getattr(model, "stores_scores", True):
         return None

@@ -9,6 +9,7 @@ number of layers shows whether that holds; where it does not, all layers are tra
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from samestep.cut.layout import LOGITS_AT_ONCE
 from samestep.errors import reason
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
+from samestep.step.noise import Dropout
 from stepplan import base_models, trace
 from stepplan.base_models import UnknownShapeError
 from stepplan.decoder import NF4_BLOCK, Tuning
@@ -64,13 +66,24 @@ class Run(NamedTuple):
     def combine(self, others: Sequence["Run"], weights: Sequence[float]) -> "Run":
         """Return the weighted sum of this run and others, each number by itself."""
         runs = (self, *others)
-        counts = [sum(w * run[i] for run, w in zip(runs, weights, strict=True)) for i in range(len(self) - 1)]
-        peaks = {key: sum(w * run.peaks[key] for run, w in zip(runs, weights, strict=True)) for key in self.peaks}
-        return Run(*counts, peaks)
+
+        def add(find: Callable[[Run], float]) -> float:
+            return sum(w * find(run) for run, w in zip(runs, weights, strict=True))
+
+        def at(key: tuple[bool, bool, int, int]) -> float:
+            return add(lambda run: run.peaks[key])
+
+        counts = {name: add(operator.attrgetter(name)) for name in COUNTS}
+        return Run(**counts, peaks={key: at(key) for key in self.peaks})
 
     def list_numbers(self, keys: Iterable[tuple[bool, bool, int, int]] | None = None) -> list[float]:
         """List all numbers, of the peaks those of some keys."""
-        return [*self[:-1], *(self.peaks[key] for key in (self.peaks if keys is None else keys))]
+        counts = [float(getattr(self, name)) for name in COUNTS]
+        return counts + [self.peaks[key] for key in (self.peaks if keys is None else keys)]
+
+
+COUNTS = tuple(name for name in Run._fields if name != "peaks")
+"""Names of the numbers of a run that are no peaks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,6 +255,7 @@ def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
     settings = tuple(
         (name, type(module).__name__, key, value)
         for name, module in layer.named_modules()
+        if not isinstance(module, Dropout)  # each has a number of its own
         for key, value in sorted(vars(module).items())
         if isinstance(value, simple) and not key.endswith(("layer_idx", "layer_id", "layer_number"))
     )
@@ -261,7 +275,7 @@ def _find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList | None:
 class _Tracer(trace.Tracer):
     """Counts fused attention, too."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.attention_flops = 0
 
@@ -306,8 +320,18 @@ def _trace_run(
         more, forward_more = ((scale - 1) * flops for flops in (tracer.attention_flops, forward_attention))
         attention = scale * tracer.attention_flops
         counts.append((tracer.flops + more, forward_flops + forward_more, attention, tracer.kernels))
-    sizes = (sum(x.numel() for x in some) for some in (parameters, trained))
-    return Run(*sizes, sum(x.nbytes for x in parameters), *counts[0], peaks)
+    num_parameters, num_trained = (sum(x.numel() for x in some) for some in (parameters, trained))
+    all_flops, of_forward, of_attention, kernels = counts[0]
+    return Run(
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        weight_bytes=sum(x.nbytes for x in parameters),
+        flops=all_flops,
+        forward_flops=of_forward,
+        attention_flops=of_attention,
+        kernels=kernels,
+        peaks=peaks,
+    )
 
 
 def _find_scale(model: SummedLosses, tracer: _Tracer, recipe: CausalLmFineTuning) -> int:
@@ -368,7 +392,9 @@ class _Traced(NamedTuple):
 
 def _trace_layers(recipe: CausalLmFineTuning, keys: Sequence[Key], attention: str) -> _Traced:
     """Trace a recipe's model with few of its layers, and extend what they take to all."""
-    build, recipe = trace.make_builder(recipe, mixed_precision="bf16", attn_implementation=attention)
+    build, made = trace.make_builder(recipe, mixed_precision="bf16", attn_implementation=attention)
+    assert isinstance(made, CausalLmFineTuning)
+    recipe = made
     with FakeTensorMode(), _Tracer() as tracer:
         model = build().train()
         num_layers = model.causal_lm.config.get_text_config().num_hidden_layers
@@ -376,29 +402,45 @@ def _trace_layers(recipe: CausalLmFineTuning, keys: Sequence[Key], attention: st
         kinds = [_describe_layer(layer) for layer in layers or ()]
         choice, size = choose_layers(kinds), _count_sizes(model, layers)
         kept = _Layers(model, layers)
-        if choice is None:
-            scale = _find_scale(model, tracer, recipe)
-            return _Traced(_trace_run(model, tracer, recipe, keys, scale), size, num_layers)
-        others = [place for place in range(num_layers) if place not in choice.base]
-        places = [place for place, _ in choice.more]
-        spare = next(place for place in others if place not in places)
-        kept.keep(choice.base)
-        scale = _find_scale(model, tracer, recipe)
-        base = _trace_run(model, tracer, recipe, keys, scale)
-        runs = []
-        for place in places:
-            kept.keep([*choice.base, place])
-            runs.append(_trace_run(model, tracer, recipe, keys, scale))
-        kept.keep([*choice.base, *places, spare])
-        check = _trace_run(model, tracer, recipe, keys[:1], scale)
-        numbers = [1 + (kinds[place] == kinds[spare]) for place in places]
-        run, expected = (base.combine(runs, (1 - sum(each), *each)) for each in ([n for _, n in choice.more], numbers))
-        pairs = zip(check.list_numbers(), expected.list_numbers(check.peaks), strict=True)
-        is_line = all(math.isclose(a, b, rel_tol=MOST_ERROR, abs_tol=LEAST_ERROR) for a, b in pairs)
-        if is_line and run.num_parameters == size.num_parameters:
+        run = None
+        if choice is not None:
+            try:
+                run = _extend(model, tracer, recipe, keys, kept, choice, kinds)
+            except Exception:  # of any kind: a layer may count on those before it
+                run = None
+        if choice is not None and run is not None and run.num_parameters == size.num_parameters:
             return _Traced(run, size, len(choice.base) + len(choice.more) + 1)
         kept.keep(range(num_layers))
+        scale = _find_scale(model, tracer, recipe)
         return _Traced(_trace_run(model, tracer, recipe, keys, scale), size, num_layers)
+
+
+def _extend(
+    model: SummedLosses,
+    tracer: _Tracer,
+    recipe: CausalLmFineTuning,
+    keys: Sequence[Key],
+    layers: "_Layers",
+    choice: Choice,
+    kinds: Sequence[Any],
+) -> Run | None:
+    """Trace the chosen layers, and extend what they take to all; None: another number of them does not take what it should."""
+    places = [place for place, _ in choice.more]
+    spare = next(i for i in range(len(kinds)) if i not in choice.base and i not in places)
+    layers.keep(choice.base)
+    scale = _find_scale(model, tracer, recipe)
+    base = _trace_run(model, tracer, recipe, keys, scale)
+    runs = []
+    for place in places:
+        layers.keep([*choice.base, place])
+        runs.append(_trace_run(model, tracer, recipe, keys, scale))
+    layers.keep([*choice.base, *places, spare])
+    check = _trace_run(model, tracer, recipe, keys[:1], scale)
+    ones = [1 + (kinds[place] == kinds[spare]) for place in places]
+    run, expected = (base.combine(runs, (1 - sum(each), *each)) for each in ([n for _, n in choice.more], ones))
+    pairs = zip(check.list_numbers(), expected.list_numbers(check.peaks), strict=True)
+    is_line = all(math.isclose(a, b, rel_tol=MOST_ERROR, abs_tol=LEAST_ERROR) for a, b in pairs)
+    return run if is_line else None
 
 
 class _Layers:
@@ -422,13 +464,22 @@ class _Layers:
 
     def keep(self, places: Iterable[int]) -> None:
         """Keep the layers of some places, in their order."""
-        assert self.layers is not None
+        if self.layers is None:
+            return
         places = sorted(places)
         del self.layers[:]
         self.layers.extend(self.whole[place] for place in places)
         for name, kinds in self.lists.items():
             if kinds is not None:
                 getattr(self.config, name)[:] = [kinds[place] for place in places]
+
+
+def _find_head_size(config: Any) -> int:
+    """Find the width of a head of attention; 128 where a configuration does not say one for all layers."""
+    try:
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    except Exception:  # of any kind: some raise their own where layers differ, and there may be no attention
+        return 128
 
 
 def _count_sizes(model: SummedLosses, layers: nn.ModuleList | None) -> _Sizes:
@@ -445,7 +496,7 @@ def _count_sizes(model: SummedLosses, layers: nn.ModuleList | None) -> _Sizes:
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_size=_find_head_size(config),
         num_parameters=sum(x.numel() for x in parameters),
         num_adapter=sum(x.numel() for name, x in model.named_parameters() if "lora_" in name),
         num_quantized=sum(quantized.values()),
