@@ -50,7 +50,8 @@ class Run(NamedTuple):
 
     Attributes:
         num_parameters, num_trained, weight_bytes: all parameters, those with gradients, bytes as they are kept.
-        flops, forward_flops, attention_flops, kernels: of a sample; of them the forward's, and those of fused attention.
+        flops, forward_flops, attention_flops, kernels: of a sample; of them those that are computed again where activations
+            are, else the forward's; and those of fused attention.
         peaks: (autocast, recomputed, samples, phase) -> bytes beyond weights and gradients; phase 0 is the forward.
     """
 
@@ -94,7 +95,8 @@ class TracedDecoder:
         num_parameters, num_trained, num_adapter: all parameters, those with gradients, those of adapters.
         weight_bytes: bytes of all weights as they are kept.
         num_layers, hidden_size, vocab_size, length: layers, width, vocabulary, tokens of a sample.
-        flops_per_sample, forward_flops, attention_flops: forward and backward; the forward; fused attention in both.
+        flops_per_sample, forward_flops, attention_flops: forward and backward; what is computed again where activations are;
+            fused attention in forward and backward.
         head_size: width of a head of attention.
         kernels_per_layer: operators of a layer, forward and backward.
         sizes: of the micro-batches that were traced.
@@ -160,7 +162,7 @@ class TracedDecoder:
 
     @property
     def forward_share(self) -> float:
-        """The forward's part of all FLOPs."""
+        """The part of all FLOPs that recomputing adds."""
         return self.forward_flops / self.flops_per_sample
 
     def saved_bytes(self, *, autocast: bool) -> int:
@@ -305,9 +307,11 @@ def _trace_run(
     states = tracer.now  # layers that were taken out are there, too
     peaks: dict[tuple[bool, bool, int, int], float] = {}
     counts: list[tuple[float, ...]] = []
+    is_recomputed = False
     for autocast, recomputed, b in keys:
-        if recomputed:
+        if recomputed and not is_recomputed:  # once: each call hooks the embedding
             model.recompute_activations()
+        is_recomputed = recomputed
         tracer.flops = tracer.kernels = tracer.attention_flops = 0
         tracer.peak()
         total = _forward(model, recipe, b * scale, autocast)
@@ -320,6 +324,10 @@ def _trace_run(
         more, forward_more = ((scale - 1) * flops for flops in (tracer.attention_flops, forward_attention))
         attention = scale * tracer.attention_flops
         counts.append((tracer.flops + more, forward_flops + forward_more, attention, tracer.kernels))
+        if (
+            recomputed and b == 1
+        ):  # a head that computes its gradient in the forward has more there than is computed again
+            counts[0] = (counts[0][0], tracer.flops + more - counts[0][0], *counts[0][2:])
     num_parameters, num_trained = (sum(x.numel() for x in some) for some in (parameters, trained))
     all_flops, of_forward, of_attention, kernels = counts[0]
     return Run(
@@ -435,7 +443,7 @@ def _extend(
         layers.keep([*choice.base, place])
         runs.append(_trace_run(model, tracer, recipe, keys, scale))
     layers.keep([*choice.base, *places, spare])
-    check = _trace_run(model, tracer, recipe, keys[:1], scale)
+    check = _trace_run(model, tracer, recipe, [key for key in keys if key[2] == 1], scale)
     ones = [1 + (kinds[place] == kinds[spare]) for place in places]
     run, expected = (base.combine(runs, (1 - sum(each), *each)) for each in ([n for _, n in choice.more], ones))
     pairs = zip(check.list_numbers(), expected.list_numbers(check.peaks), strict=True)

@@ -112,11 +112,16 @@ def recompute_activations(model: PreTrainedModel, options: dict[str, Any] | None
 
 
 def keep_activations(model: PreTrainedModel) -> None:
-    """Let a model keep its activations again: undoes `recompute_activations`, and has two names as that has."""
+    """Let a model keep its activations again: undo `recompute_activations`, whose two names have each their opposite.
+
+    transformers 5.24, `disable_input_require_grads`: a hook of the embedding, which asks for a gradient of its output,
+    is otherwise left behind where peft made the model.
+    """
     if hasattr(model, "activation_checkpointing_disable"):
         model.activation_checkpointing_disable()
     else:
         model.gradient_checkpointing_disable()
+    model.disable_input_require_grads()
 
 
 def recomputes_within(model: PreTrainedModel, context_fn: Callable) -> bool:
