@@ -316,7 +316,7 @@ def find_kinds(row: dict[str, Any]) -> list[str]:
 def is_in_range(row: dict[str, Any]) -> bool:
     """Whether the range that a plan would print holds the published speed."""
     is_host_bound = certainty.is_host_bound(row["seconds"]["launches"], row["seconds"]["total"])
-    band = certainty.HOST_BAND if is_host_bound else certainty.BAND
+    band = certainty.HOST_BAND if is_host_bound else certainty.find_band(hardware.parse(row["hardware"]))
     return 1 / (1 + band) <= 1 + row["error"] <= 1 + band
 
 

@@ -9,6 +9,7 @@ and those of benchmarks/language_models.yaml, but for sources that are held_out:
 """
 
 import dataclasses
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,34 @@ def measure(rows: list[Row]) -> dict:
         "fitted": dataclasses.asdict(fitted),
         "num_fitted": len(rows) + len(others),
         "rows": lines,
+        "others": predict_without_source(rows, others),
         "sharded": sharded,
         "scaling": scaling,
     }
+
+
+def predict_without_source(rows: list[Any], others: list[Any]) -> list[dict]:
+    """Predict the fitted GPTs and language models by constants that are fitted without their source."""
+    lines = []
+    for source in dict.fromkeys(row.published["source"] for row in others):
+        alone = fit([row for row in rows + others if row.published["source"] != source], START, ROUNDS)
+        for row in others:
+            if row.published["source"] == source:
+                names = {name: row.published[name] for name in ("source", "hardware", "length")}
+                lines.append(names | {"without_source": row.ratio(alone) - 1})
+    return lines
+
+
+def list_several_nodes(results: dict) -> list[dict]:
+    """List the fitted rows of several nodes."""
+    rows = results["rows"] + results["others"]
+    return [row for row in rows if hardware.parse(row["hardware"]).num_nodes > 1]
+
+
+def find_width(rows: list[dict], share: float = 0.9) -> float:
+    """Find the width of the range that holds a share of the speeds, by constants fitted without their source."""
+    widths = sorted(abs(math.log1p(row["without_source"])) for row in rows)
+    return math.expm1(widths[math.ceil(share * len(widths)) - 1])
 
 
 def predict_sharded() -> list[dict]:
@@ -362,6 +388,7 @@ def markdown(results: dict) -> str:
         [[name, str(count), f"{half:.1%}", f"{largest:.1%}"] for name, (count, half, largest) in by_name.items()],
     )
     guesses = ", ".join(f"{value:g}" for value in dataclasses.astuple(START))
+    far_apart = list_several_nodes(results)
     return harness.page(
         "Predicted beside published throughput",
         "timing.py",
@@ -376,6 +403,8 @@ def markdown(results: dict) -> str:
         f"{machines}\n"
         "By source, the constants fitted without it:\n\n"
         f"{by_source}\n"
+        f"Of {len(far_apart)} of these, and of GPTs and language models, on several nodes 9 of 10 lie within "
+        f"{find_width(far_apart):.1%}.\n\n"
         "By term of a step's seconds: its share, and the error of rows in which it is a fifth or more.\n\n"
         f"{table('term | share | mean error', term_shares(rows, 'seconds'))}\n"
         f"{constants}\n"

@@ -355,7 +355,13 @@ def _find_scale(model: SummedLosses, tracer: _Tracer, recipe: CausalLmFineTuning
         tracer.kernels = 0
         _forward(model, dataclasses.replace(recipe, max_seq_length=length), 1, True)
         kernels.append(tracer.kernels)
-    return recipe.max_seq_length // SHORT if kernels[1] - kernels[0] > SHORT else 1
+    if kernels[1] - kernels[0] <= SHORT:
+        return 1
+    # As the program does when it finds, with numbers, that a state goes from one sequence of a row to the next
+    model.is_padded = True
+    has_kernel = transformers_models.supports_sdpa(model.causal_lm)
+    model.causal_lm.set_attn_implementation("sdpa" if has_kernel else "eager")
+    return recipe.max_seq_length // SHORT
 
 
 def _forward(model: SummedLosses, recipe: CausalLmFineTuning, num_samples: int, autocast: bool) -> Tensor:

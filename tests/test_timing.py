@@ -444,11 +444,18 @@ def test_ranges_are_wider_where_nothing_was_compared():
     usual = judge("8xa100-80")
     assert usual == (certainty.BAND, ())
     assert judge("8xgaudi3") == (usual.band * certainty.UNKNOWN, ("of gaudi3",))
-    assert judge("80x8xa100-80").reasons == ("on more than 64 nodes",)
+    assert judge("2x8xa100-80") == (certainty.NODES_BAND, ())
+    assert judge("80x8xa100-80") == (certainty.NODES_BAND * certainty.UNKNOWN, ("on more than 64 nodes",))
     lora = {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "lora_rank": 16, "lora_alpha": 32, "train_file": "chats.jsonl"}
     many = judge("8xh100", "sft_small_cpu", **lora, max_seq_length=32_769, global_batch_size=8, max_train_steps=1)
     assert many.reasons == ("of samples of more than 32,768 tokens", "of experts")
     assert many.band == pytest.approx(certainty.BAND * certainty.UNKNOWN**2)
+
+
+def test_the_range_of_several_nodes_is_that_of_fitted_rows_without_their_source():
+    rows = benchmark.list_several_nodes(RESULTS)
+    assert len(rows) == 29
+    assert benchmark.find_width(rows) <= certainty.NODES_BAND < benchmark.find_width(rows) + 0.02
 
 
 def test_every_compared_device_has_a_published_speed():

@@ -110,7 +110,7 @@ def test_a_trace_says_what_a_formula_does(changes, make_recipe):
 def test_a_model_that_goes_from_token_to_token_is_traced_in_short_samples(make_recipe):
     """As many tokens in shorter samples save as many bytes; a step of as many operators as tokens would take minutes."""
     recipe = make_recipe(
-        "jamba", 64, num_hidden_layers=8, attn_layer_period=4, attn_layer_offset=2, num_experts=2, num_experts_per_tok=1
+        "jamba", 32, num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, num_experts=2, num_experts_per_tok=1
     )
     model, traced = trace_decoder(recipe), trace.trace_recipe(recipe, 2, mixed_precision="bf16")
     layout = solve_layout(num_processes=1, global_batch_size=2, per_device_train_batch_size=2)
