@@ -40,7 +40,7 @@ from samestep.models.bert_pretraining import PretrainingSums
 from samestep.recipe import run_settings as run
 from samestep.step import losses, optim
 from samestep.step.optim import Accumulating, AccumulatingAdamW
-from stepplan.trace import _Tracer
+from stepplan.trace import Tracer
 
 WARM_UP = 1  # steps that are not counted
 KS = (2, 4, 16)
@@ -58,7 +58,7 @@ def measure_peak(way: str, k: int, rank: int, num_processes: int, folder: str) -
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_processes)
     torch.set_num_threads(1)
     resident_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    with _Tracer() as tracer:
+    with Tracer() as tracer:
         model: nn.Module = BertModel(BertConfig(vocab_size=1000, hidden_dropout_prob=0.0), add_pooling_layer=False)
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if way == "gradient":

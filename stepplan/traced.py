@@ -83,7 +83,7 @@ class Run(NamedTuple):
         return counts + [self.peaks[key] for key in (self.peaks if keys is None else keys)]
 
 
-COUNTS = tuple(name for name in Run._fields if name != "peaks")
+COUNTS = tuple(name for name in Run.__annotations__ if name != "peaks")
 """Names of the numbers of a run that are no peaks."""
 
 
