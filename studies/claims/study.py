@@ -29,6 +29,7 @@ HOME = Path(__file__).parent
 sys.path[:0] = [str(HOME), str(HOME.parents[1] / "benchmarks")]
 
 import arithmetic
+import asynchronous_claims
 import moments
 import numpy
 import quadratic
@@ -42,7 +43,7 @@ from report import PICTURES
 from verdicts import Experiment
 
 README = HOME / "README.md"
-MODULES = (arithmetic, quadratic, moments, systems, training_claims)
+MODULES = (arithmetic, quadratic, moments, systems, training_claims, asynchronous_claims)
 EXPERIMENTS = {each.name: each for module in MODULES for each in module.EXPERIMENTS}
 
 
