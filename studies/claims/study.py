@@ -30,10 +30,13 @@ sys.path[:0] = [str(HOME), str(HOME.parents[1] / "benchmarks")]
 
 import arithmetic
 import asynchronous_claims
+import betas
 import moments
 import numpy
 import quadratic
 import report
+import second_order
+import small_batches
 import systems
 import torch
 import training_claims
@@ -43,7 +46,17 @@ from report import PICTURES
 from verdicts import Experiment
 
 README = HOME / "README.md"
-MODULES = (arithmetic, quadratic, moments, systems, training_claims, asynchronous_claims)
+MODULES = (
+    arithmetic,
+    quadratic,
+    second_order,
+    moments,
+    systems,
+    small_batches,
+    training_claims,
+    betas,
+    asynchronous_claims,
+)
 EXPERIMENTS = {each.name: each for module in MODULES for each in module.EXPERIMENTS}
 
 
