@@ -155,6 +155,20 @@ def explain(refusal: str) -> str:
     return found[0] if found else "compares samples, or several counts"
 
 
+def gather(rows: list[dict[str, Any]], *keys: str) -> list[list[Any]]:
+    """List the values of `keys`, how many heads have them, and which.
+
+    >>> gather([{"head": "A", "why": "x"}, {"head": "B", "why": "x"}], "why")
+    [['x', 2, '`A`, `B`']]
+    """
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[tuple(row[key] for key in keys)].append(f"`{row['head']}`")
+    order = {name: place for place, name in enumerate(VERDICTS)}
+    ordered = sorted(groups.items(), key=lambda group: order.get(group[0][0], 0))
+    return [[*values, len(heads), ", ".join(heads)] for values, heads in ordered]
+
+
 def write_changes(changes: dict[str, Any]) -> str:
     """Write what changed since the state of other versions."""
     if not changes:
@@ -196,24 +210,19 @@ def markdown(results: dict[str, Any]) -> str:
         "refused",
         "largest error",
     ]
-    lists = []
-    for name in VERDICTS[1:]:
-        heads = [f"`{row['head']}`" for row in done if row["verdict"] == name]
-        lists += [f"**In Trainer: {name}** ({len(heads)}): {', '.join(heads)}.\n"] if heads else []
-    refused = collections.defaultdict(list)
-    for row in done:
-        if "refusal" in row:
-            refused[explain(row["refusal"])].append(f"`{row['head']}`")
-    lists += [f"**Refused for {reason}** ({len(heads)}): {', '.join(heads)}.\n" for reason, heads in refused.items()]
+    wrong = [row for row in done if row["verdict"] != VERDICTS[0]]
+    lists = [harness.table("in Trainer | heads of | number | which", gather(wrong, "verdict", "kind")), ""]
+    refused = [row | {"reason": explain(row["refusal"])} for row in done if "refusal" in row]
+    lists += ["What `exact(Trainer)` refuses, in one line before the first step:", ""]
+    lists += [harness.table("refused for | number | which", gather(refused, "reason")), ""]
     rough = [f"`{row['head']}` {row['exact_error']:.0e}" for row in done if row.get("exact_error", 0) >= ROUNDING]
-    lists += [f"**Accepted, and above {ROUNDING:.0e}**: {', '.join(rough)}.\n"] if rough else []
+    lists += [f"Accepted, and above {ROUNDING:.0e}: {', '.join(rough)}.\n"] if rough else []
     agreed = sum(agrees(row["read"], row["verdict"]) for row in done)
     others = [f"`{row['head']}` ({row['read']})" for row in done if not agrees(row["read"], row["verdict"])]
-    only_read = []
-    for name in dict.fromkeys([*VERDICTS, *(row["read"] for row in failed)]):
-        heads = [f"`{row['head']}`" for row in failed if row["read"] == name]
-        only_read += [f"**Read: {name}** ({len(heads)}): {', '.join(heads)}.\n"] if heads else []
-    reasons = [f"- `{row['head']}`: {row['failed']}" for row in failed if row["failed"] != row["read"]]
+    only_read = [
+        [f"`{row['head']}`", row["read"], "-" if row["failed"] == row["read"] else row["failed"].replace("|", "\\|")]
+        for row in failed
+    ]
     trainers = [
         [
             row["class"],
@@ -227,15 +236,15 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     title = "The state of the step"
     body = (
-        f"{len(results['heads'])} heads of transformers were read, and {len(done)} of them run in its Trainer, and "
-        f"{len(trainers)} cases of TRL's trainers, beside plain PyTorch, in micro-batches of one process. `exact(...)` is [one "
-        f"line]({GUIDE}). A factor k in the gradient is hidden by AdamW and by clipping; the logged loss, SGD and the logged "
-        "norm show it. A mean of means is hidden by nothing. Heads for images and texts, or sounds and texts, were given texts "
-        f"alone where these are their main input. Loops of other libraries: [audited]({DOCS}/audited.md). How the libraries "
-        f"could mend theirs: [upstream]({DOCS}/upstream.md).\n\n"
+        f"{len(results['heads'])} heads of transformers were read, and {len(done)} of them run in its Trainer. Beside them "
+        f"stand {len(trainers)} cases of TRL's trainers. All are compared with plain PyTorch, in micro-batches of one process. "
+        f"`exact(...)` is [one line]({GUIDE}). A factor k in the gradient is hidden by AdamW and by clipping; the logged loss, "
+        "SGD and the logged norm show it. A mean of means is hidden by nothing. Heads for images and texts, or sounds and "
+        "texts, were given texts alone where these are their main input. Loops of other libraries: "
+        f"[audited]({DOCS}/audited.md). How the libraries could mend theirs: [upstream]({DOCS}/upstream.md).\n\n"
         "## Heads in Trainer\n\n"
         f"{harness.table(columns, counted)}\n"
-        "*k times*: the gradient is the sum of the micro-batches' means, k of them: `**kwargs` takes the number of targets, "
+        "*k times*: the gradient is the sum of the k micro-batches' means. `**kwargs` takes the number of targets, "
         "and the head does not use it. *1 / k*: a sum, which Trainer divides by k. *Mean of means*: the last step, or steps of "
         "ragged texts, weigh micro-batches alike. *First labels*: Trainer counts the first label of a row, which nothing "
         "predicts; where it is -100, as of a prompt, nothing is wrong. *Shared*: "
@@ -247,8 +256,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{write_changes(results.get('changes', {}))}"
         "## Heads that were read only\n\n"
         "The verdict is what their source says, and was not run. A head that computes no loss takes targets all the same, and "
-        f"Trainer cannot train it.\n\n{chr(10).join(only_read)}\n"
-        f"Why they were not run:\n\n{chr(10).join(reasons)}\n\n"
+        f"Trainer cannot train it.\n\n{harness.table('head | read | why it was not run', only_read)}\n\n"
         "## TRL's trainers\n\n"
         f"{harness.table('trainer | data | options | error, 2 x 2 / 1 x 4 | made exact | mean over, or why not', trainers)}\n"
         "Error of the gradient of a step, the larger of two, beside the same trainer in one micro-batch a step. The last step "

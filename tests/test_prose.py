@@ -8,19 +8,12 @@ from common import load_docs_program
 prose = load_docs_program("prose")
 strings = load_docs_program("strings")
 PAGES = prose.pages()
-NOT_YET = {"docs/speed-notes.md", "docs/state-of-the-step.md"}
-"""Pages with longer sentences. One that has none any more leaves this list."""
-
-
-TOO_LONG = {"docs/state-of-the-step.md"}
-"""Pages of too many words. One that is short leaves this list."""
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_sentences_and_pages_are_short(name):
-    found = prose.find_long(name, PAGES[name])
-    assert bool(found) == (name in NOT_YET), found
-    assert (prose.count_words(PAGES[name]) > prose.MAX_PAGE) == (name in TOO_LONG)
+    assert not prose.find_long(name, PAGES[name])
+    assert prose.count_words(PAGES[name]) <= prose.MAX_PAGE
 
 
 def test_a_long_sentence_is_found():

@@ -278,8 +278,10 @@ def test_the_grid_of_whisper(train_on, train, whisper, way):
 
 
 @pytest.mark.rooms
-def test_what_is_left_listens(train):
-    """By transformers alone, with the texts of the last evaluation."""
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_what_is_left_listens(train, precision, monkeypatch):
+    """By transformers alone, with the texts of the last evaluation, which computes spectrograms in float32 always."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     more = (
         " --recipe speech_small_cpu --num_train_samples 20 --num_validation_samples 4 --max_source_length 100 --hidden_size 16 "
         "--num_attention_heads 2 --intermediate_size 32 --num_train_epochs none --max_train_steps 3 --global_batch_size 10 "
@@ -294,7 +296,8 @@ def test_what_is_left_listens(train):
         assert line["source"] == f"builtin/spoken_digits, validation {number}"
         sound = spoken_digits.draw_sound(load("speech_small_cpu").seed, "validation", number)
         features = extractor(sound, sampling_rate=audio.RATE, return_tensors="pt")["input_features"]
-        tokens = model.generate(features, max_new_tokens=8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            tokens = model.generate(features, max_new_tokens=8)
         assert tokenizer.decode(tokens[0], skip_special_tokens=True).strip() == line["generated"]
 
 

@@ -34,7 +34,7 @@ class Targets(Part):
         is_sharded = isinstance(run.bare_model, FSDPModule)
         share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
         texts = []
-        with gathered_root(run.bare_model), accelerator.autocast():
+        with gathered_root(run.bare_model):
             for places in share:
                 texts += zip(places, self._generate([ids[place] for place in places], is_sharded), strict=True)
         generated = dict(gather_object(texts))
@@ -68,12 +68,13 @@ class Targets(Part):
             inputs["attention_mask"] = batch["source_mask"].to(model.device)
         was_training, most = model.training, model.generation_config.max_new_tokens
         model.eval()
-        tokens = model.generate(
-            **inputs,
-            max_new_tokens=min(settings.generation_length or most, most),
-            num_beams=settings.num_beams,
-            do_sample=False,
-            synced_gpus=is_sharded,
-        )
+        with run.accelerator.autocast():  # the model alone: a spectrogram would be of 16 bits, too
+            tokens = model.generate(
+                **inputs,
+                max_new_tokens=min(settings.generation_length or most, most),
+                num_beams=settings.num_beams,
+                do_sample=False,
+                synced_gpus=is_sharded,
+            )
         model.train(was_training)
         return source.tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)

@@ -55,12 +55,13 @@ class Answers(Part):
         batches = make_batches(lengths, size, may_pad=not model.is_padded)
         is_sharded = isinstance(model, FSDPModule)
         share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
-        with model.own_attention() as causal_lm, gathered_root(model), accelerator.autocast():
+        with model.own_attention() as causal_lm, gathered_root(model):
             ends = find_ends(causal_lm, tokenizer)
             for batch in share:
                 prompts = [questions[place][0] for place in batch]
                 more = source.find_inputs([ids[place] for place in batch]) | source.find_types(prompts[0])
-                texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded, more)
+                with accelerator.autocast():  # the model alone, not what computes its inputs
+                    texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded, more)
                 answers += zip(batch, texts, strict=True)
         tokens = dict(gather_object(answers))
 
