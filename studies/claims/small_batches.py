@@ -293,10 +293,10 @@ EXPERIMENTS = [
     Experiment(
         "few",
         "Few samples per device",
-        "Speed: forward and backward of 32 samples in micro-batches of 1 to 32, processor time, medians of 7 rounds in turns; of GPUs by "
-        "stepplan.timing. Gradients and trainings: the recipe resnet_digits_cpu made smaller (channels 8 to 32, 16 x 16), 64 "
-        "digits a step, statistics of batch normalisation from 2 to 64 of them, 150 steps of SGD with momentum 0.9. The same "
-        "samples and first weights for all runs of a seed.",
+        "Speed: forward and backward of 32 samples in micro-batches of 1 to 32, processor time, medians of 7 rounds in turns; "
+        "of GPUs by stepplan.timing. Gradients and trainings: the recipe resnet_digits_cpu made smaller (channels 8 to 32, "
+        "16 x 16), 64 digits a step, statistics of batch normalisation from 2 to 64 of them, 150 steps of SGD with momentum "
+        "0.9. The same samples and first weights for all runs of a seed.",
         SETTINGS,
         few,
         few_claims,
