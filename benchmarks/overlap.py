@@ -1,7 +1,7 @@
 """What do the size of DistributedDataParallel's buckets, and its overlap with the backward, cost on a slow link?
 
     make bench NAME=overlap                                   # 10 minutes
-    python benchmarks/overlap.py --rounds 1 --links "slow, late" --output short
+    python benchmarks/overlap.py --rounds 1 --links fast --pace 0.1 --output short
 
 Two processes (gloo) train 32 layers with 8 MiB of gradients in DistributedDataParallel, their buckets reduced by a hook. A link
 is simulated: a thread of each process takes bucket after bucket, reduces it, and then sleeps until
@@ -63,11 +63,11 @@ WORKLOADS = {
 MIBS = (1, 5, 25, 100)
 
 
-def make_link(name: str) -> hardware.Hardware:
-    """Give the planner's description of two processes on a link."""
+def make_link(name: str, pace: float) -> hardware.Hardware:
+    """Give the planner's description of two processes on a link; with a pace of 0.1 everything takes a tenth of its time."""
     bandwidth, latency = LINKS[name]
     device = dataclasses.replace(
-        hardware.parse("1xcpu").device, link_gb_per_s=bandwidth / 1e3, link_latency_us=1e3 * latency
+        hardware.parse("1xcpu").device, link_gb_per_s=bandwidth / pace / 1e3, link_latency_us=1e3 * latency * pace
     )
     return hardware.Hardware(device, num_devices=2)
 
@@ -77,40 +77,41 @@ def make_link(name: str) -> hardware.Hardware:
 
 
 class Slept(torch.autograd.Function):
-    """A layer whose backward takes `SLEPT` seconds without a processor; its weight's gradient is made at once."""
+    """A layer whose backward takes so many seconds without a processor; its weight's gradient is made at once."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
-        time.sleep(SLEPT / 2)
+    def forward(context: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds / 2)
         context.save_for_backward(weight)
+        context.seconds = seconds
         return x + 0.0
 
     @staticmethod
-    def backward(context: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(SLEPT)
-        return upstream, torch.zeros_like(context.saved_tensors[0])
+    def backward(context: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(context.seconds)
+        return upstream, torch.zeros_like(context.saved_tensors[0]), None
 
 
 class Layers(nn.Module):
     """Layers that sleep or compute."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, pace: float):
         super().__init__()
-        self.kind = kind
+        self.kind, self.pace = kind, pace
         self.weights = nn.ParameterList(nn.Parameter(torch.eye(WIDTH)) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean of the last layer's outputs for x [rows, WIDTH]."""
         for weight in self.weights:
-            x = Slept.apply(x, weight) if self.kind == "slept" else torch.tanh(x @ weight)
+            x = Slept.apply(x, weight, SLEPT * self.pace) if self.kind == "slept" else torch.tanh(x @ weight)
         return x.mean()
 
 
 class Link:
     """A thread that reduces buckets one after the other, and holds each until the link would have brought it."""
 
-    def __init__(self, name: str):
-        self.hardware, self.waiting = make_link(name), queue.SimpleQueue()
+    def __init__(self, name: str, pace: float):
+        self.hardware, self.waiting = make_link(name, pace), queue.SimpleQueue()
         self.group = dist.new_group(backend="gloo")
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -132,17 +133,17 @@ class Link:
         return future
 
 
-def make_step(kind: str, link: Link | None, mib: float | None) -> Callable[[], float]:
+def make_step(kind: str, pace: float, link: Link | None, mib: float | None) -> Callable[[], float]:
     """Make a step: with buckets of so many MiB; with None reduced after the backward; without a link not reduced.
 
     Returns:
         Takes the step, and returns its seconds.
     """
-    layers = Layers(kind)
+    layers = Layers(kind, pace)
     model = DistributedDataParallel(layers, bucket_cap_mb=mib or 25, gradient_as_bucket_view=True)
     if link is not None and mib is not None:
         model.register_comm_hook(link, lambda link, bucket: link.reduce(bucket.buffer()))
-    x = torch.zeros(ROWS, WIDTH)
+    x = torch.zeros(max(1, int(ROWS * pace)), WIDTH)
 
     def step() -> float:
         dist.barrier()
@@ -161,23 +162,22 @@ def make_step(kind: str, link: Link | None, mib: float | None) -> Callable[[], f
     return step
 
 
-def time_backward(kind: str) -> float:
+def time_backward(kind: str, pace: float) -> float:
     """Time the backward of a step alone."""
-    layers = Layers(kind)
-    loss = layers(torch.zeros(ROWS, WIDTH))
+    loss = Layers(kind, pace)(torch.zeros(max(1, int(ROWS * pace)), WIDTH))
     return harness.seconds(loss.backward)
 
 
-def run(rank: int, kind: str, names: list[str], rounds: int, folder: str) -> None:
+def run(rank: int, kind: str, names: list[str], rounds: int, pace: float, folder: str) -> None:
     """Measure all links and buckets as one of two processes; the first writes what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{kind}", rank=rank, world_size=2)
-    calls: dict[str, Callable[[], float]] = {"alone": make_step(kind, None, None)}
+    calls: dict[str, Callable[[], float]] = {"alone": make_step(kind, pace, None, None)}
     for name in names:
-        link = Link(name)
+        link = Link(name, pace)
         for mib in (*BUCKETS, None):
-            calls[f"{name}|{mib or 'after'}"] = make_step(kind, link, mib)
-    calls["backward"] = lambda: time_backward(kind)
+            calls[f"{name}|{mib or 'after'}"] = make_step(kind, pace, link, mib)
+    calls["backward"] = lambda: time_backward(kind, pace)
     seconds = harness.in_turns(calls, rounds, warm_up=2)  # DDP builds its buckets anew after the first step
     if rank == 0:
         (Path(folder) / f"{kind}.json").write_text(json.dumps(seconds))
@@ -189,10 +189,10 @@ def run(rank: int, kind: str, names: list[str], rounds: int, folder: str) -> Non
 # All
 
 
-def measure(kind: str, names: list[str], rounds: int, folder: str) -> list[dict[str, Any]]:
+def measure(kind: str, names: list[str], rounds: int, pace: float, folder: str) -> list[dict[str, Any]]:
     """Measure layers of a kind on two processes: a row for each link and size."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run, args=(rank, kind, names, rounds, folder)) for rank in range(2)]
+    processes = [context.Process(target=run, args=(rank, kind, names, rounds, pace, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -209,7 +209,7 @@ def measure(kind: str, names: list[str], rounds: int, folder: str) -> list[dict[
         mib = None if size == "after" else float(size)
         more = [a - b for a, b in zip(seconds[call], seconds["alone"], strict=True)]
         total, exposed = timing.reduce_in_buckets(
-            make_link(name),
+            make_link(name, pace),
             NUM_BYTES,
             backward if mib else 0.0,
             EXACT,
@@ -245,11 +245,12 @@ def plan_buckets() -> list[dict[str, Any]]:
 def main() -> None:
     parser = harness.flags("overlap", __doc__, rounds=5, only=("slept", "computed"))
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), metavar="LINK")
+    parser.add_argument("--pace", type=float, default=1.0, help="factor of all times, to try the program")
     arguments = parser.parse_args()
     rows = harness.read_other_rows(arguments.output, "rows", "layers", arguments.only)
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.only:
-            rows += measure(kind, arguments.links, arguments.rounds, folder)
+            rows += measure(kind, arguments.links, arguments.rounds, arguments.pace, folder)
     about = harness.about("make bench NAME=overlap", ("torch",), threads=1, rounds=arguments.rounds)
     results = {"about": about, "rows": rows, "plans": plan_buckets()}
     harness.write(arguments.output, results, markdown(results))

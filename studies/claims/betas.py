@@ -148,18 +148,18 @@ SETTINGS: Result = {
     "heads": 2,
     "length": 32,
     "b": 4,
-    "held_out": 48,
-    "micro_steps": 400,
+    "held_out": 24,
+    "micro_steps": 320,
     "rate": 1.0,
     "k": 4,
-    "factors": [2.0**power for power in range(-4, 3)],
+    "factors": [2.0**power for power in range(-3, 3)],
 }
 EXPERIMENTS = [
     Experiment(
         "betas",
         "Coefficients when the batch grows",
-        "From 4 to 16 sequences, k = 4. The model and the data of `asynchronous`, 400 micro-batches; SGD with m = b m + "
-        "(1 - b) g, b 0.9; AdamW with 0.9 and 0.99, both changed by the rule; rates of 1/16 to 4 (AdamW: a hundredth). As many "
+        "From 4 to 16 sequences, k = 4. The model and the data of `asynchronous`, 320 micro-batches; SGD with m = b m + "
+        "(1 - b) g, b 0.9; AdamW with 0.9 and 0.99, both changed by the rule; rates of 1/8 to 4 (AdamW: a hundredth). As many "
         "samples, "
         "the same ones in the same order, and the same first weights, for all runs of a seed. Best rates are chosen on the "
         "other seeds.",

@@ -284,18 +284,18 @@ SETTINGS: Result = {
     "recipe": {"hidden_sizes": [8, 16, 32], "embedding_size": 8, "image_height": 16, "image_width": 16},
     "batch": 64,
     "b": [2, 4, 8, 16, 32],
-    "steps": 150,
+    "steps": 100,
     "rate": 0.05,
     "sizes": [1, 2, 4, 8, 16, 32],
-    "rounds": 7,
+    "rounds": 5,
 }
 EXPERIMENTS = [
     Experiment(
         "few",
         "Few samples per device",
-        "Speed: forward and backward of 32 samples in micro-batches of 1 to 32, processor time, medians of 7 rounds in turns; "
+        "Speed: forward and backward of 32 samples in micro-batches of 1 to 32, processor time, medians of 5 rounds in turns; "
         "of GPUs by stepplan.timing. Gradients and trainings: the recipe resnet_digits_cpu made smaller (channels 8 to 32, "
-        "16 x 16), 64 digits a step, statistics of batch normalisation from 2 to 64 of them, 150 steps of SGD with momentum "
+        "16 x 16), 64 digits a step, statistics of batch normalisation from 2 to 64 of them, 100 steps of SGD with momentum "
         "0.9. The same samples and first weights for all runs of a seed.",
         SETTINGS,
         few,
