@@ -1,15 +1,14 @@
 """What do the size of DistributedDataParallel's buckets, and its overlap with the backward, cost on a slow link?
 
-    make bench NAME=overlap                                   # 10 minutes
+    make bench NAME=overlap                                   # 8 minutes
     python benchmarks/overlap.py --rounds 1 --links fast --pace 0.1 --output short
 
-Two processes (gloo) train 32 layers with 8 MiB of gradients in DistributedDataParallel, their buckets reduced by a hook. A link
+Two processes (gloo) train 8 layers with 8 MiB of gradients in DistributedDataParallel, their buckets reduced by a hook. A link
 is simulated: a thread of each process takes bucket after bucket, reduces it, and then sleeps until
 `stepplan.timing.all_reduce` says it would be there, by a bandwidth and a latency (`LINKS`). So the link is the planner's, and
-what is compared is the rest of its formula (`stepplan.timing.reduce_in_buckets`): how much of it the backward hides.
+what is compared is the rest of its formula (`stepplan.timing.reduce_in_buckets`): how much of it the backward hides. Layers
+sleep, too, as a processor that waits for an accelerator does. So other programs of the machine disturb little.
 
-- layers: the backward of each layer sleeps, too, as a processor that waits for an accelerator does (`slept`), or is computed
-  on this machine's cores (`computed`). What else runs there disturbs the second more.
 - measured: seconds of a step beyond those of the same step without a reduction, medians of steps in turns; over the seconds of
   the backward.
 - planned: `reduce_in_buckets` for the same bytes, link, bucket and the backward that was measured.
@@ -41,16 +40,14 @@ from samestep.cut.layout import solve_layout
 from samestep.recipe.catalog import load
 from stepplan import hardware, memory, timing
 
-LAYERS, WIDTH = 32, 256
+LAYERS, WIDTH = 8, 512
 NUM_BYTES = 4 * LAYERS * WIDTH * WIDTH
-SLEPT = 0.02
+SLEPT = 0.08
 """Seconds of the backward of a layer that sleeps; its forward takes half as long."""
-ROWS = 4096
-"""Rows of a batch of layers that are computed."""
 LINKS = {"fast": (32.0, 5.0), "slow": (16.0, 5.0), "slower": (8.0, 5.0), "slow, late": (16.0, 50.0)}
 """Link -> MB/s, and milliseconds of latency of a message."""
-BUCKETS = (0.25, 0.5, 1, 2, 4, 8)
-"""MiB at once; a layer has 0.25."""
+BUCKETS = (1, 2, 4, 8)
+"""MiB at once; a layer has 1."""
 EXACT = dataclasses.replace(timing.CALIBRATION, reachable_link=1.0)
 WORKLOADS = {
     "ResNet-50, 4 T4": ("resnet50_imagenet_4xt4", "4xt4", "fp16"),
@@ -93,17 +90,17 @@ class Slept(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Layers that sleep or compute."""
+    """Layers that sleep."""
 
-    def __init__(self, kind: str, pace: float):
+    def __init__(self, pace: float):
         super().__init__()
-        self.kind, self.pace = kind, pace
+        self.seconds = SLEPT * pace
         self.weights = nn.ParameterList(nn.Parameter(torch.eye(WIDTH)) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean of the last layer's outputs for x [rows, WIDTH]."""
+        """Give the mean of x [rows, WIDTH], which the layers leave as it is."""
         for weight in self.weights:
-            x = Slept.apply(x, weight, SLEPT * self.pace) if self.kind == "slept" else torch.tanh(x @ weight)
+            x = Slept.apply(x, weight, self.seconds)
         return x.mean()
 
 
@@ -133,17 +130,17 @@ class Link:
         return future
 
 
-def make_step(kind: str, pace: float, link: Link | None, mib: float | None) -> Callable[[], float]:
+def make_step(pace: float, link: Link | None, mib: float | None) -> Callable[[], float]:
     """Make a step: with buckets of so many MiB; with None reduced after the backward; without a link not reduced.
 
     Returns:
         Takes the step, and returns its seconds.
     """
-    layers = Layers(kind, pace)
+    layers = Layers(pace)
     model = DistributedDataParallel(layers, bucket_cap_mb=mib or 25, gradient_as_bucket_view=True)
     if link is not None and mib is not None:
         model.register_comm_hook(link, lambda link, bucket: link.reduce(bucket.buffer()))
-    x = torch.zeros(max(1, int(ROWS * pace)), WIDTH)
+    x = torch.zeros(1, WIDTH)
 
     def step() -> float:
         dist.barrier()
@@ -162,25 +159,25 @@ def make_step(kind: str, pace: float, link: Link | None, mib: float | None) -> C
     return step
 
 
-def time_backward(kind: str, pace: float) -> float:
+def time_backward(pace: float) -> float:
     """Time the backward of a step alone."""
-    loss = Layers(kind, pace)(torch.zeros(max(1, int(ROWS * pace)), WIDTH))
+    loss = Layers(pace)(torch.zeros(1, WIDTH))
     return harness.seconds(loss.backward)
 
 
-def run(rank: int, kind: str, names: list[str], rounds: int, pace: float, folder: str) -> None:
+def run(rank: int, names: list[str], rounds: int, pace: float, folder: str) -> None:
     """Measure all links and buckets as one of two processes; the first writes what it saw."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{kind}", rank=rank, world_size=2)
-    calls: dict[str, Callable[[], float]] = {"alone": make_step(kind, pace, None, None)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    calls: dict[str, Callable[[], float]] = {"alone": make_step(pace, None, None)}
     for name in names:
         link = Link(name, pace)
         for mib in (*BUCKETS, None):
-            calls[f"{name}|{mib or 'after'}"] = make_step(kind, pace, link, mib)
-    calls["backward"] = lambda: time_backward(kind, pace)
+            calls[f"{name}|{mib or 'after'}"] = make_step(pace, link, mib)
+    calls["backward"] = lambda: time_backward(pace)
     seconds = harness.in_turns(calls, rounds, warm_up=2)  # DDP builds its buckets anew after the first step
     if rank == 0:
-        (Path(folder) / f"{kind}.json").write_text(json.dumps(seconds))
+        (Path(folder) / "seconds.json").write_text(json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -189,17 +186,17 @@ def run(rank: int, kind: str, names: list[str], rounds: int, pace: float, folder
 # All
 
 
-def measure(kind: str, names: list[str], rounds: int, pace: float, folder: str) -> list[dict[str, Any]]:
-    """Measure layers of a kind on two processes: a row for each link and size."""
+def measure(names: list[str], rounds: int, pace: float, folder: str) -> list[dict[str, Any]]:
+    """Measure on two processes: a row for each link and size."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run, args=(rank, kind, names, rounds, pace, folder)) for rank in range(2)]
+    processes = [context.Process(target=run, args=(rank, names, rounds, pace, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
         sys.exit(f"a process ended with {[process.exitcode for process in processes]}")
-    seconds = json.loads((Path(folder) / f"{kind}.json").read_text())
+    seconds = json.loads((Path(folder) / "seconds.json").read_text())
     backward = statistics.median(seconds["backward"])
     rows = []
     for call in seconds:
@@ -215,7 +212,7 @@ def measure(kind: str, names: list[str], rounds: int, pace: float, folder: str) 
             EXACT,
             mib * 2**20 if mib else float("inf"),
         )
-        row = {"layers": kind, "link": name, "mib": mib, "backward": backward, "link_seconds": total}
+        row = {"link": name, "mib": mib, "backward": backward, "link_seconds": total}
         rows.append(row | {"measured": [each / backward for each in more], "planned": exposed / backward})
         print(row, statistics.median(rows[-1]["measured"]), rows[-1]["planned"], file=sys.stderr)
     return rows
@@ -243,17 +240,21 @@ def plan_buckets() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = harness.flags("overlap", __doc__, rounds=5, only=("slept", "computed"))
+    parser = harness.flags("overlap", __doc__, rounds=9)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), metavar="LINK")
     parser.add_argument("--pace", type=float, default=1.0, help="factor of all times, to try the program")
     arguments = parser.parse_args()
-    rows = harness.read_other_rows(arguments.output, "rows", "layers", arguments.only)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in arguments.only:
-            rows += measure(kind, arguments.links, arguments.rounds, arguments.pace, folder)
+        rows = measure(arguments.links, arguments.rounds, arguments.pace, folder)
     about = harness.about("make bench NAME=overlap", ("torch",), threads=1, rounds=arguments.rounds)
     results = {"about": about, "rows": rows, "plans": plan_buckets()}
     harness.write(arguments.output, results, markdown(results))
+    if arguments.output == harness.RESULTS / "overlap":
+        harness.write_part(harness.ROOT / "docs" / "overlap.md", "overlap", part(results))
+
+
+def part(results: dict[str, Any]) -> str:
+    return harness.part("overlap.py", results["about"], describe(results))
 
 
 def describe(results: dict[str, Any]) -> str:
@@ -262,13 +263,13 @@ def describe(results: dict[str, Any]) -> str:
         bandwidth, latency = LINKS[row["link"]]
         rows.append(
             [
-                *(row["layers"], f"{bandwidth:g} MB/s, {latency:g} ms", f"{row['link_seconds'] / row['backward']:.2f}"),
+                *(f"{bandwidth:g} MB/s, {latency:g} ms", f"{row['link_seconds'] / row['backward']:.2f}"),
                 f"{row['mib']:g} MiB" if row["mib"] else "after the backward",
                 *(harness.spread(row["measured"], ".2f"), f"{row['planned']:.2f}"),
                 f"{statistics.median(row['measured']) - row['planned']:+.2f}",
             ]
         )
-    columns = "layers | link | on the link | buckets | measured | planned | difference"
+    columns = "link | on the link | buckets | measured | planned | difference"
     errors = [abs(statistics.median(row["measured"]) - row["planned"]) for row in results["rows"]]
     plans = [
         [row["workload"], row["b"], f"{row['exposed']:.1%}", *(f"{row[str(mib)]:.3f}" for mib in MIBS)]
