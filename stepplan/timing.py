@@ -579,9 +579,10 @@ def reduce_in_buckets(
     """Compute the seconds of the sum of gradients in buckets, and how many of them the backward does not hide.
 
         total    n t,   n = ceil(bytes / bucket) buckets of t = all_reduce(bytes / n)
-        exposed  min(total, max(0, total - backward) + t)
+        exposed  max(t, total - backward (1 - 1 / n))
 
-    The last bucket begins when the backward ends, so that nothing hides it. benchmarks/overlap.py measures both beside it.
+    The first bucket begins when the backward has filled it, after 1 / n of its time, and the last when it ends, so that nothing
+    hides that one. `make bench NAME=overlap` measures both.
 
     Args:
         hardware: the processes, and what connects them.
@@ -593,4 +594,4 @@ def reduce_in_buckets(
     num_buckets = max(1, math.ceil(num_bytes / bucket_bytes))  # adapters may match nothing
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
     total = num_buckets * bucket
-    return total, min(total, max(0.0, total - backward) + bucket)
+    return total, max(bucket, total - backward * (1 - 1 / num_buckets))
