@@ -405,7 +405,7 @@ def step_time(
         optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N; with Muon `_orthogonalization`
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
-                         micro-batch: exposed are max(0, communication - backward) and the last bucket
+                         micro-batch: `reduce_in_buckets` says what is exposed
           sharded        two all-gathers of the weights (gathered_bytes each) and a reduce-scatter of the gradients in every
                          micro-batch, layer by layer; hidden behind the micro-batch except the first gather and the last
                          reduction
