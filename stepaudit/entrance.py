@@ -202,6 +202,20 @@ def fix_noise(seed: int) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
+def find_generator(compute: Callable[[], object]) -> str:
+    """Name the generator of another library from which a computation draws; empty: there is none.
+
+    Torch's own is not asked for: it tells nothing of what is drawn by sample, or is not used.
+    """
+    with fix_noise(1):
+        before = random.getstate(), np.random.get_state()[1:3]
+        compute()
+        after = np.random.get_state()[1:3]
+        if not np.array_equal(before[1][0], after[0]) or before[1][1] != after[1]:
+            return "numpy.random"
+        return "random" if random.getstate() != before[0] else ""
+
+
 def _make_findings(cause: str, calls: list[Call], evidence: str) -> list[Finding]:
     if not calls:
         return []
