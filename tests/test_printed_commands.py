@@ -286,6 +286,10 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
             subprocess.run(shell, shell=True, check=True)
         case ["python", name, *_] if not command.is_whole and not name.startswith("scripts/"):
             assert Path(name).is_file()
+        case ["python", "tests/toy_task/train_curve.py", "--recipe", recipe, *_]:  # tests/test_toy_task.py trains it
+            assert Path(recipe).is_file()
+        case ["python", name] if name.startswith("tests/own_loops/"):  # tests/test_own_loops.py runs them
+            assert Path(name).is_file()
         case ["python", name] if name.endswith("..."):
             assert Path(name).parent.is_dir()
         case ["accelerate", "launch", *options] if not command.is_whole and "scripts/" not in command.text:

@@ -34,9 +34,10 @@ def _check(models: list[str]) -> int:
     import torch
     import transformers
 
+    from samestep._internals import library_output  # first: it also silences what the others import
     from samestep.contrib.heads import comparison, reading, table, tiny
 
-    transformers.logging.set_verbosity_error()
+    library_output.quiet_libraries()
     torch.set_num_threads(1)
     is_right = True
     for text in models:
