@@ -62,7 +62,9 @@ class Shifts:
         if not inputs:
             return
         tensors = [leaf for leaf in tree_leaves(roots) if isinstance(leaf, torch.Tensor)]
-        targets = [found for node in list_nodes([t.grad_fn for t in tensors]) if (found := find_targets(node)) is not None]
+        targets = [
+            found for node in list_nodes([t.grad_fn for t in tensors]) if (found := find_targets(node)) is not None
+        ]
         pairs = [_compare(*read, *written) for read in inputs for written in targets]
         known = [text for text in pairs if text is not None]
         if known:  # of several terms and calls, one that is right is enough

@@ -15,7 +15,10 @@ from stepaudit.record import Recorder
 sys.path.append(str(ROOT / "tests" / "audited"))
 import shifted
 
-BEHIND, READS = "each place is trained on the token behind the next one", "each place is trained on the token that it reads"
+BEHIND, READS = (
+    "each place is trained on the token behind the next one",
+    "each place is trained on the token that it reads",
+)
 TOKENS = torch.tensor([[5, 6, 7, 8, 2, 9], [5, 8, 9, 3, 6, 7]])
 
 
@@ -55,13 +58,18 @@ def ignore_zero(model):
 WAYS = {
     "the model shifts": (lambda model: model(input_ids=TOKENS, labels=TOKENS).loss, ""),
     "the data shift, and the model": (lambda model: model(input_ids=TOKENS, labels=TOKENS.roll(-1, 1)).loss, BEHIND),
-    "nobody shifts": (lambda model: F.cross_entropy(model(input_ids=TOKENS).logits.flatten(0, 1), TOKENS.flatten()), READS),
+    "nobody shifts": (
+        lambda model: F.cross_entropy(model(input_ids=TOKENS).logits.flatten(0, 1), TOKENS.flatten()),
+        READS,
+    ),
     "the loss shifts, labels of two dimensions": (
         lambda model: F.cross_entropy(model(input_ids=TOKENS).logits[:, :-1].transpose(1, 2), TOKENS[:, 1:]),
         "",
     ),
     "the loss shifts by two": (
-        lambda model: F.cross_entropy(model(input_ids=TOKENS).logits[:, :-1].transpose(1, 2), TOKENS.roll(-1, 1)[:, 1:]),
+        lambda model: F.cross_entropy(
+            model(input_ids=TOKENS).logits[:, :-1].transpose(1, 2), TOKENS.roll(-1, 1)[:, 1:]
+        ),
         BEHIND,
     ),
     "the model's loss of shifted labels is not used": (lambda model: give_both(model, TOKENS.roll(-1, 1)), ""),

@@ -29,7 +29,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 VOCAB, EOS = 40, 2
 SHAPE = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "use_cache": False}
-SHAPE |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": VOCAB, "dropout": 0.0}
+SHAPE |= {
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "vocab_size": VOCAB,
+    "dropout": 0.0,
+}
 
 
 def bart():
@@ -48,7 +54,9 @@ class ShiftingT5(T5ForConditionalGeneration):
     """Prepares the decoder's inputs, whatever it is given for them."""
 
     def forward(self, decoder_input_ids, **inputs):
-        return super().forward(decoder_input_ids=self.prepare_decoder_input_ids_from_labels(decoder_input_ids), **inputs)
+        return super().forward(
+            decoder_input_ids=self.prepare_decoder_input_ids_from_labels(decoder_input_ids), **inputs
+        )
 
 
 def t5(kind=T5ForConditionalGeneration):
