@@ -8,6 +8,7 @@ the last state of an LSTM over padding does no harm as long as nothing is comput
 
 import contextlib
 import dataclasses
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -208,12 +209,12 @@ def find_generator(compute: Callable[[], object]) -> str:
     Torch's own is not asked for: it tells nothing of what is drawn by sample, or is not used.
     """
     with fix_noise(1):
-        before = random.getstate(), np.random.get_state()[1:3]
         compute()
-        after = np.random.get_state()[1:3]
-        if not np.array_equal(before[1][0], after[0]) or before[1][1] != after[1]:
+        states = random.getstate(), pickle.dumps(np.random.get_state())
+    with fix_noise(1):
+        if states[1] != pickle.dumps(np.random.get_state()):
             return "numpy.random"
-        return "random" if random.getstate() != before[0] else ""
+        return "random" if states[0] != random.getstate() else ""
 
 
 def _make_findings(cause: str, calls: list[Call], evidence: str) -> list[Finding]:

@@ -393,9 +393,11 @@ def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTok
         texts = datasets.concatenate_datasets(columns)
         assert recipe.vocab_size is not None  # as no weights decide it
         # Digits are tokens of their own, as in chats: a number that was not seen is spelled by those that were
-        bpe = functools.partial(train_byte_level_bpe, splits_digits=True)
-        kinds = {"byte_level_bpe": bpe, "characters": train_characters}
-        tokenizer = kinds[recipe.tokenizer](texts, recipe.vocab_size - 1)  # but for padding
+        size = recipe.vocab_size - 1  # but for padding
+        if recipe.tokenizer == "byte_level_bpe":
+            tokenizer = train_byte_level_bpe(texts, size, splits_digits=True)
+        else:
+            tokenizer = train_characters(texts, size)
         tokenizer.add_special_tokens({"pad_token": PAD})
         end = tokenizer.eos_token
         template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])

@@ -3,7 +3,6 @@
 # expect 2x8: dropout
 # also: other_inputs, state
 # blind 8
-# thorough
 
 from itertools import islice
 
