@@ -67,8 +67,7 @@ class Shifts:
         ]
         pairs = [_compare(*read, *written) for read in inputs for written in targets]
         known = [text for text in pairs if text is not None]
-        if known:  # of several terms and calls, one that is right is enough
-            self.found = "" if "" in known else known[0]
+        self.found = min(known, default=None)  # of several terms and calls, one that is right ("") is enough
 
 
 def _compare(
@@ -78,7 +77,7 @@ def _compare(
 
     Args:
         tokens: int64 [samples, length].
-        config: names the tokens that start and pad a text.
+        config: names the token that starts a target.
         targets: int64 [samples x length], flattened, or one fewer of each sample.
         is_ignored: bool, as many: which are no targets.
         first: place of each sample's first target; None: unknown.
@@ -87,9 +86,8 @@ def _compare(
     if not num_samples or targets.numel() not in (num_samples * length, num_samples * (length - 1)):
         return None
     targets, is_ignored = targets.reshape(num_samples, -1), is_ignored.reshape(num_samples, -1)
-    start, pad = (getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "pad"))
-    # Where it is unknown which places count, padding is none of them
-    labels = targets.masked_fill(is_ignored | (targets == (-1 if pad is None else pad)), IGNORED)
+    start = getattr(config, "decoder_start_token_id", None)
+    labels = targets.masked_fill(is_ignored, IGNORED)
     width = targets.shape[1]
     # The loss leaves out the last place, or the first one
     places = range(length - width + 1) if first is None or first > length - width else [first]

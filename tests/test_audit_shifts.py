@@ -44,6 +44,21 @@ def test_a_decoder_behind_an_encoder(way):
     assert text == ("" if way.__name__ not in shifted.WRONG else READS if "not_shifted" in way.__name__ else BEHIND)
 
 
+@pytest.mark.parametrize(("shifts", "text"), [(True, BEHIND), (False, "")])
+def test_a_smoothed_loss_whose_labels_are_padded_otherwise_than_inputs(shifts, text):
+    """transformers' picks log-probabilities of token 0 where nothing counts; BART pads by 1."""
+    torch.manual_seed(0)
+    model = shifted.bart().double()
+    batch = shifted.collate(list(shifted.draw_pairs(4, False)))
+    inputs = shifted.shift_tokens_right(batch["labels"], 1, shifted.EOS)
+
+    def step():
+        output = model(input_ids=batch["input_ids"], decoder_input_ids=inputs)
+        return shifted.LabelSmoother(0.1)(output, batch["labels"], shift_labels=shifts)
+
+    assert find_shift(step, model) == text
+
+
 def give_both(model, labels):
     """Give a model labels for a loss that is not used, and compute another one."""
     logits = model(input_ids=TOKENS, labels=labels).logits
@@ -51,7 +66,7 @@ def give_both(model, labels):
 
 
 def ignore_zero(model):
-    labels = TOKENS.roll(-1, 1).index_fill(1, torch.tensor([5]), 0)
+    labels = TOKENS.roll(-2, 1).index_fill(1, torch.tensor([2]), 0)
     return F.cross_entropy(model(input_ids=TOKENS).logits.flatten(0, 1), labels.flatten(), ignore_index=0)
 
 
@@ -73,7 +88,7 @@ WAYS = {
         BEHIND,
     ),
     "the model's loss of shifted labels is not used": (lambda model: give_both(model, TOKENS.roll(-1, 1)), ""),
-    "another index is ignored": (ignore_zero, ""),
+    "the data shift by two, and another index is ignored": (ignore_zero, BEHIND),
     "chosen logits": (
         lambda model: F.cross_entropy(model(input_ids=TOKENS).logits[TOKENS > 5], TOKENS[TOKENS > 5]),
         "",  # which places they are is unknown
