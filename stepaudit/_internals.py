@@ -53,8 +53,8 @@ def find_targets(node: Any) -> tuple[torch.Tensor, torch.Tensor, int | None] | N
     The third is the first place of a sample that the logits were cut to; None: no cut is found.
 
     Those of `cross_entropy` and `nll_loss`, and of a `gather` of one number in each place of the last dimension, in which
-    programs pick log-probabilities, of 0 where nothing counts (torch 2.13, `_saved_target`, `_saved_ignore_index`, `_saved_index`). None: there are none,
-    or they are freed or changed by now.
+    programs pick log-probabilities, of 0 where nothing counts (torch 2.13, `_saved_target`, `_saved_ignore_index`,
+    `_saved_index`). None: there are none, or they are freed or changed by now.
     """
     name = node.name()
     try:
