@@ -17,8 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import sources
 import support
 import tables
+import trees
 
 import samestep
 import stepaudit
@@ -238,6 +240,10 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/support.md", "communication"): support.communication,
     ("docs/support.md", "rules"): support.rules,
     ("docs/lint.md", "rules"): lint_rules,
+    ("docs/sources.md", "states"): sources.count_states,
+    ("docs/sources.md", "rows"): sources.rows,
+    ("docs/sources.md", "commands"): sources.commands,
+    **{("docs/which-cut.md", name): functools.partial(trees.write_leaves, name) for name in trees.TREES},
     ("docs/hardware.md", "launch files"): support.launch_files,
     **{(page, task): functools.partial(support.make_catalog, task) for task, page in TASK_PAGES.items()},
 }
@@ -254,6 +260,7 @@ def write(document: str, name: str) -> str:
 
 if __name__ == "__main__":
     quiet_libraries()
+    trees.draw_all()
     for document, name in PARTS:
         (DOCS.parent / document).write_text(write(document, name), encoding="utf-8")
         print(f"wrote {document}, {name}", file=sys.stderr)

@@ -103,6 +103,7 @@ class _Following:
         self.libraries = Libraries()
         self.holding = Holding()
         self.shifts = Shifts()
+        self.hook_lines: list[str] = []
         self.clips_fsdp = False  # whether the method of FSDP that clips is watched
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -182,6 +183,11 @@ class _Following:
             track, number = found
             track.assigned.add(number)
 
+    def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, nn.Parameter) and (line := find_line_of_program()) not in ["", *self.hook_lines]:
+            self.hook_lines.append(line)
+        return register(owner, *args, **kwargs)
+
     def _add_group(self, add: Callable, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         add(optimizer, *args, **kwargs)
         self.has_new_groups = True
@@ -226,7 +232,6 @@ class Recorder(_Following):
         self.open_averages: list[Step] = []  # steps behind which the averages were not looked at
         self.depth = self.num_children = 0
         self.has_called = self.is_synchronised = self.is_cut_off = False
-        self.hook_lines: list[str] = []
         self.follows_losses = False  # a schedule looks at losses, which must be those of parameters that move
 
     @property
@@ -496,11 +501,6 @@ class Recorder(_Following):
         self.open_averages.clear()
         for track in self.tracks:
             track.step.num_averages += has_changed
-
-    def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, nn.Parameter) and (line := find_line_of_program()) not in ["", *self.hook_lines]:
-            self.hook_lines.append(line)
-        return register(owner, *args, **kwargs)
 
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self.is_in_backward and self.calls:

@@ -20,6 +20,7 @@ SHORT = """
     chat_grid --only cells --shapes llama --dtypes float64 --tuned full
     chats --only sft_512 --precisions no --rounds 1 --programs ours floor
     choices --only pretrain_gpt2 --precisions no
+    cifar10 --only digits --seeds 1 --num_images 256
     communication --only exact power_sgd --seeds 1 --steps 12
     embeddings --only ragged --batches 8 --rounds 1
     exact_trainers --only BertForMultipleChoice reward

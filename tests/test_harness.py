@@ -23,6 +23,7 @@ PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
     "fault-tolerance": ("docs/fault-tolerance.md", "fault_tolerance", "part"),
     "batch norm": ("docs/noise-and-batch-norm.md", "batch_norm", "part"),
+    "cifar10": ("docs/cifar10.md", "cifar10", "part"),
     "communication": ("docs/communication.md", "communication", "part"),
     "grid": ("docs/noise-and-batch-norm.md", "reproducible", "describe_grid"),
     "language models": ("docs/planner.md", "language_models", "describe"),

@@ -802,7 +802,7 @@ def test_all_empty_classes_are_named_at_once(folder):
             {"num_channels": 2, "image_mean": [0.5, 0.5], "image_std": [0.5, 0.5]},
             "num_channels is 2, must be 1 (grey) or 3 (red, green, blue)",
         ),
-        ({"augmentation": "flip"}, "augmentation is 'flip', must be one of none, shift, imagenet"),
+        ({"augmentation": "flip"}, "augmentation is 'flip', must be one of none, shift, shift_flip, imagenet"),
     ],
 )
 def test_mistakes_in_a_recipe(tmp_path, changes, message):

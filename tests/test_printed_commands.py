@@ -27,7 +27,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from chat_bases import save_base
-from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
+from common import ROOT, all_metrics, launch_environment, load_docs_program, task_of, tasks_of
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
 from run_benchmarks import list_benchmarks
@@ -41,6 +41,15 @@ from samestep.recipe.settings import program_name
 from stepaudit import script as audit
 
 COMMANDS = all_commands()
+sources, trees = load_docs_program("sources"), load_docs_program("trees")
+SHOWN_TO_WORK = {
+    tuple(shlex.split(command))
+    for command in [
+        *sources.read()["commands"].values(),
+        *(leaf["command"] for tree in trees.TREES.values() for leaf in trees.list_leaves(tree)),
+    ]
+}
+"""Words of the commands of docs/sources.md and docs/which-cut.md: each is run, trainings as well."""
 AUDITED: set[tuple[str, ...]] = set()
 """Flags of audits that are done: documents and help print the same one."""
 LINKED = (
@@ -163,6 +172,10 @@ def files(corpus, tmp_path_factory) -> Path:
         image = folder / "photos" / "abc"[number % 3] / f"{number}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (9 * number % 256, 40, 40)).save(image)
+    (folder / "cifar-10-batches-bin").mkdir()
+    for name in ("data_batch_1.bin", "test_batch.bin"):  # of CIFAR-10: 30 images, a label and pixels
+        rows = [bytes([number % 10, *([8 * number] * 3072)]) for number in range(30)]
+        (folder / "cifar-10-batches-bin" / name).write_bytes(b"".join(rows))
     page = (ROOT / "docs" / "your-own-data.md").read_text(encoding="utf-8")
     (folder / "mine").mkdir()
     (folder / "mine" / "notes.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
@@ -424,17 +437,27 @@ def test_nothing_escapes(tmp_path, checkout, monkeypatch, capsys):
 
 
 def representatives() -> Iterator[Printed]:
-    """Choose trainings until every script and every launch file is among them, and all that read files."""
+    """Choose trainings until every script and launch file is among them, all that read files, and those that pages rest on."""
     seen: set[str] = set()
     for command in COMMANDS:
         if not command.is_whole or "--torch_compile" in command.words or "runs/support" in command.text:
             continue  # those of test_chats_to_a_model.py are run there
         names = {word for word in command.words if re.match(r"(scripts|accelerate_configs)/", word)}
         if any(word.startswith("scripts/") for word in names) and (
-            not names <= seen or {"--train_file", "--train_dir"} & set(command.words)
+            not names <= seen or {"--train_file", "--train_dir"} & set(command.words) or command.words in SHOWN_TO_WORK
         ):
             seen |= names
             yield command
+
+
+def test_every_command_that_pages_rest_on_is_run():
+    """A command of samestep by test_a_command_works, a training by test_a_training_runs; make claims takes an hour."""
+    by_words = {command.words: command for command in COMMANDS}
+    trained = {command.words for command in representatives()}
+    assert len(SHOWN_TO_WORK) > 30
+    for words in SHOWN_TO_WORK:
+        assert words in by_words, words
+        assert words[0] == "samestep" or words in trained or words == ("make", "claims"), words
 
 
 def test_every_script_and_launch_file_is_run():

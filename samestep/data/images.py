@@ -1,4 +1,4 @@
-"""Labelled images as samples: a folder per class, a dataset of the hub, or built-in ones.
+"""Labelled images as samples: a folder per class, files of CIFAR-10, a dataset of the hub, or built-in ones.
 
 A sample is drawn as (epoch, sample id) and decoded only where it is collated, because every process draws the whole global
 batch. How it is cropped, flipped or shifted is drawn from (seed, epoch, sample id), so that its pixels are the same in any
@@ -212,9 +212,10 @@ class Images:
         pixels = np.asarray(image).reshape(self.height, self.width, self.num_channels)
         if rng is None or self.augmentation == "none":
             return pixels
-        if crops:
-            return pixels[:, ::-1] if rng.random() < 0.5 else pixels
-        return _shift(pixels, rng)
+        if not crops:
+            pixels = _shift(pixels, rng)
+        is_flipped = self.augmentation != "shift" and rng.random() < 0.5
+        return pixels[:, ::-1] if is_flipped else pixels
 
 
 def build(
@@ -289,6 +290,10 @@ def _find_good_rows(store: "Store", found: "Found") -> np.ndarray:
 def _open(recipe: ImageClassification) -> list[Store]:
     """Open the images to train on, and the held-out ones if they are separate."""
     if recipe.train_dir is not None:
+        from samestep.data import cifar  # here: it imports this module
+
+        if cifar.is_cifar(recipe.train_dir):
+            return cifar.open_stores(recipe.train_dir, recipe.validation_dir)
         store = Files(recipe.train_dir, "train_dir")
         if recipe.validation_dir is None:
             return [store]

@@ -109,6 +109,16 @@ def read_text(path: Path, origin: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
         UsageError: the file is missing, no regular file (a folder, a device, a pipe, a socket), too large, or not UTF-8.
     """
     try:
+        return read_content(path, origin, max_bytes).decode("utf-8")
+    except UsageError:
+        raise
+    except ValueError as error:  # no UTF-8
+        raise UsageError(f"{origin} cannot be read: {_shorten(error)}") from None
+
+
+def read_content(path: Path, origin: str, max_bytes: int) -> bytes:
+    """Read the bytes of a file whole. Arguments and errors are those of `read_text`, but for UTF-8."""
+    try:
         with open_without_waiting(path) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"{origin} cannot be read: it is no regular file. Copy what it gives into one")
@@ -117,12 +127,12 @@ def read_text(path: Path, origin: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
             raise UsageError(f"{origin} cannot be read: it holds nothing yet. Copy what it gives into a file")
         if len(content) > max_bytes:
             raise UsageError(f"{origin} cannot be read: it has more than {max_bytes:,} bytes. Give another file")
-        return content.decode("utf-8")
+        return content
     except OSError as error:
         raise UsageError(f"{origin} cannot be read: {error.strerror or error}") from None
     except UsageError:
         raise
-    except ValueError as error:  # no UTF-8, or a name that no file can have
+    except ValueError as error:  # a name that no file can have
         raise UsageError(f"{origin} cannot be read: {_shorten(error)}") from None
 
 

@@ -24,7 +24,7 @@ SHARED = {
     "stepplan": """
         batch_schedule boundaries bounds configs conversations docs errors exclusions harness internals launch main
         modern muon no_code other_names packaging printed_commands products quantization readme reading rehearsal
-        scaling sharding variants
+        scaling sharding sources variants
         """.split(),
     "samestep.contrib": """
         accumulating advice batch_norm batch_schedule benchmarks boundaries bounds causal_lm checkpoint

@@ -1,4 +1,4 @@
-"""Writes the diffs of docs/your-own-loop.md from the programs of before/ and after/, and what the audit says of each.
+"""Writes the diffs of two pages of docs/ from the programs of before/ and after/.
 
 python tests/own_loops/page.py
 """
@@ -9,9 +9,12 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-PAGE = ROOT / "docs" / "your-own-loop.md"
+PAGES = {
+    ROOT / "docs" / "your-own-loop.md": ("accelerate_loop", "epochs", "causal_lm", "streaming", "trainer_bert"),
+    ROOT / "docs" / "adversaries-and-rewards.md": ("gan", "reinforce"),
+}
+"""Page -> the programs whose diffs it shows."""
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
-NAMES = ("accelerate_loop", "epochs", "causal_lm", "streaming", "trainer_bert")
 CONTEXT = 2  # lines around a change
 
 
@@ -37,9 +40,10 @@ def section(name: str) -> str:
     return f"\n{changed_lines(before, after)} lines change ({where}):\n\n```diff\n" + "\n".join(shown) + "\n```\n"
 
 
-def page(text: str) -> str:
-    """The page with its sections as they follow from the programs."""
-    for name in NAMES:
+def page(path: Path) -> str:
+    """A page with its sections as they follow from the programs."""
+    text = path.read_text(encoding="utf-8")
+    for name in PAGES[path]:
         head, rest = text.split(BEGIN.format(name), 1)
         _, tail = rest.split(END.format(name), 1)
         text = head + BEGIN.format(name) + section(name) + END.format(name) + tail
@@ -47,5 +51,6 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}", file=sys.stderr)
+    for path in PAGES:
+        path.write_text(page(path), encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)

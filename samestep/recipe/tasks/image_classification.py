@@ -16,7 +16,9 @@ class ImageClassification(ImageRecipe):
     """Image classification by a ResNet."""
 
     # Data
-    train_dir: str | None = setting("training images: CLASS/NAME.jpg, png, bmp or webp", decides=False)
+    train_dir: str | None = setting(
+        "training images: CLASS/NAME.jpg, png, bmp or webp; or CIFAR-10's data_batch_1.bin to 5", decides=False
+    )
     validation_dir: str | None = setting("held-out images, as train_dir; null: validation_fraction", decides=False)
     dataset_name: str | None = setting("builtin/digits, or a dataset of the hub", decides=False)
     dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
@@ -27,9 +29,9 @@ class ImageClassification(ImageRecipe):
     image_mean: tuple[float, ...] = setting("subtracted from each channel, whose values lie in [0, 1]")
     image_std: tuple[float, ...] = setting("each channel is divided by it, after that")
     augmentation: str = setting(
-        "of training images, drawn anew in every epoch. none, shift (by up to 1/8, zeros move in) or imagenet (random crop "
-        "and flip; of held-out images 7/8 of the short side)",
-        choice("none", "shift", "imagenet"),
+        "of training images, drawn anew in every epoch. none; shift: by up to 1/8, zeros move in. "
+        "shift_flip: half of them mirrored, too. imagenet: random crop and flip, of held-out images 7/8 of the short side",
+        choice("none", "shift", "shift_flip", "imagenet"),
     )
 
     # Loss
