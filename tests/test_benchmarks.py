@@ -43,6 +43,7 @@ SHORT = """
     sharding
     startup --only pretrain_gpt2 --rounds 1
     state --only heads --heads BertForSequenceClassification
+    streaming --moves 2 --rounds 1 --steps 4
     templates --num_drawn 2
     timing
     """

@@ -19,10 +19,12 @@ from transformers import AutoModelForImageTextToText, pipeline
 
 from samestep import cli
 from samestep._internals.image_processors import load_processor
+from samestep._internals.transformers_models import attention_kernel
 from samestep.data import conversation_rows, conversations, row_images
 from samestep.data.builtin import drawn_images
 from samestep.data.image_conversations import find_videos
 from samestep.errors import UsageError, exit_code
+from samestep.models import image_text, sequences, towers
 from samestep.pages import find_policy
 from samestep.recipe.catalog import load
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, CausalLmFineTuning
@@ -181,6 +183,81 @@ def test_every_cut_is_the_same_step(finetune, base, family, cap):
     whole = finetune("whole", base(family), f"{more} 5")
     assert all(line["grad_norm"] > 0 for line in metrics(whole))
     check(finetune("cut", base(family), f"{more} {cap}"), whole, "float32" if family in BOUNDS else "float64")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples in one row, without padding
+
+
+@pytest.mark.parametrize("family", LOADED)
+def test_samples_lie_end_to_end_where_they_are_the_same_as_alone(base, rows, family):
+    """Tokens of an image of Gemma 3 see each other, which attention in rows does not compute."""
+    _, sums = make_sums(base(family), rows)
+    assert sums.is_padded == (family == "gemma3")
+    words = (
+        "are not the same as each alone" if sums.is_padded else "end to end without padding, as 3 of them were the same"
+    )
+    assert sum(words in note for note in sums.notes) == 1
+    text, vision = sums.causal_lm.config.text_config, sums.causal_lm.config.vision_config
+    assert attention_kernel(text).startswith(sequences.PREFIX) != sums.is_padded
+    assert (attention_kernel(vision) == towers.KERNEL) == ("qwen" in family)
+    with sums.own_attention():
+        assert attention_kernel(text) == "sdpa"
+
+
+def mistake_positions(input_ids, mm_token_type_ids, image_grid_thw=None, attention_mask=None, *, own, **_):
+    """Find the positions of one sequence, and no positions of several."""
+    positions, deltas = own(input_ids, mm_token_type_ids, image_grid_thw, attention_mask=attention_mask)
+    return positions * (len(input_ids) == 1), deltas
+
+
+def refuse_rows(input_ids, own, **more):
+    """Find the positions of one sequence, given all that the model gives."""
+    if "mm_token_type_ids" not in more:
+        raise KeyError("no types")
+    return own(input_ids, **more)
+
+
+@pytest.mark.parametrize(
+    ("find", "problem"),
+    [
+        (mistake_positions, "in a row are not the same as each alone"),
+        (refuse_rows, "cannot be computed in a row ("),
+    ],
+)
+def test_samples_that_are_not_the_same_in_a_row_are_padded(base, rows, find, problem):
+    """Samples of the data show that positions are wrong there; nothing of the model stays changed."""
+    source, _ = make_sums(base("qwen2_5_vl"), rows)
+    model = AutoModelForImageTextToText.from_pretrained(base("qwen2_5_vl"))
+    model.model.get_rope_index = partial(find, own=model.model.get_rope_index)
+    sums = image_text.with_blank(source)(model)
+    assert sums.is_padded
+    assert any(problem in note and "in a padded row of its own" in note for note in sums.notes), sums.notes
+    assert attention_kernel(model.config.text_config) == attention_kernel(model.config.vision_config) == "sdpa"
+    assert "forward" not in vars(model.model.visual.patch_embed.proj)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_in_fewer_products_is_the_same(base, rows, family):
+    """Features, and the gradient of every weight, of images of several sizes, some of them with several windows."""
+    source, _ = make_sums(base(family), rows)
+    model = AutoModelForImageTextToText.from_pretrained(base(family), dtype=torch.float64)
+    images = source.find_inputs([0, 2, 4])
+    tower = model.model.visual
+
+    def compute() -> list[torch.Tensor]:
+        tower.zero_grad()
+        features = tower(images["pixel_values"].double(), grid_thw=images["image_grid_thw"]).pooler_output
+        features.square().sum().backward()
+        return [features.detach(), *(p.grad.clone() for p in tower.parameters() if p.grad is not None)]
+
+    own = compute()
+    undo = towers.use_large_products(model)
+    assert attention_kernel(tower.config) == towers.KERNEL
+    for ours, theirs in zip(compute(), own, strict=True):
+        assert relative(ours, theirs) < 1e-12 or theirs.norm() < 1e-12  # of a bias of keys, which softmax cancels
+    undo()
+    assert all(torch.equal(*pair) for pair in zip(compute(), own, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,10 +445,11 @@ LORA = {
     "projector": "--lora_targets linear_1 linear_2",
     "tower": "--lora_targets fc1 fc2",
     "all": "",
+    "dropout": "--lora_dropout 0.5 --lora_targets language_model.layers.0.self_attn.q_proj",
 }
 
 
-@pytest.mark.parametrize("targets", keep(LORA, ["projector", "all"]))
+@pytest.mark.parametrize("targets", keep(LORA, ["projector", "all", "dropout"]))
 def test_adapters_take_the_same_step_in_every_cut(finetune, base, targets):
     more = f"--lora_rank 2 --lora_alpha 4 --validation_fraction 0.3 {LORA[targets]}"
     whole = finetune("whole", base("llava"), f"{more} --per_device_train_batch_size 5")

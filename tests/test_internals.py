@@ -25,6 +25,7 @@ from accelerate.utils import DistributedType
 from common import fresh_accelerator
 from forks import call_in_fork
 from hooks import Watch, list_calls
+from image_bases import make_image_base
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -561,6 +562,39 @@ def test_attention_is_read_and_chosen():
     assert transformers_models.attention_kernel(model.config) == "sdpa"
     model.set_attn_implementation("eager")
     assert transformers_models.attention_kernel(model.config) == "eager"
+    transformers_models.set_text_attention(model, "sdpa")
+    assert transformers_models.attention_kernel(model.config) == "sdpa"
+    assert transformers_models.set_tower_attention(model, "eager") == {}
+    assert transformers_models.attention_kernel(model.config) == "sdpa"
+
+
+def test_language_model_and_tower_have_kernels_of_their_own():
+    """Kernels with "flash" in their name get a tower's whole row; others are called for each part of it."""
+    model, _ = make_image_base("qwen2_5_vl")
+    config, calls = model.config, []
+
+    def attend(module, query, *more, **named):
+        calls.append((query.shape[2], "cu_seq_lens_q" in named))
+        return query.transpose(1, 2), None
+
+    for name in ("tested_flash", "tested_parts"):
+        transformers.AttentionInterface.register(name, attend)
+    transformers_models.set_text_attention(model, "eager")
+    assert (
+        transformers_models.attention_kernel(config)
+        == transformers_models.attention_kernel(config.text_config)
+        == "eager"
+    )
+    assert transformers_models.set_tower_attention(model, "tested_flash") == {"vision_config": "sdpa"}
+    assert transformers_models.attention_kernel(config) == "eager"
+    grid = torch.tensor([[1, 4, 4], [1, 4, 6]])
+    pixels = torch.zeros(40, 96)
+    model.model.visual(pixels, grid_thw=grid)
+    assert calls == [(40, True)] * 2
+    calls.clear()
+    transformers_models.set_tower_attention(model, "tested_parts")
+    model.model.visual(pixels, grid_thw=grid)
+    assert calls[-2:] == [(16, False), (24, False)]
     for supports, kernel in ((True, "sdpa"), (False, "eager")):
         config, kind = BertConfig(**BERT), type("Kind", (BertModel,), {"_supports_sdpa": supports})
         transformers_models.choose_attention(config, kind, "sdpa")

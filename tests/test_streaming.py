@@ -17,7 +17,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from samestep import exact_steps
 from samestep.contrib.streaming.dataset import StreamDataset, stream
-from samestep.contrib.streaming.shards import BadRow, FileReader, RangeFile, Retries, Shard, cut_shards, find_shards
+from samestep.contrib.streaming.shards import (
+    BadRow,
+    FileReader,
+    RangeFile,
+    Retries,
+    Shard,
+    cut_shards,
+    find_hub_shards,
+    find_shards,
+)
 from samestep.contrib.streaming.steps import StreamSteps, merge_marks
 from samestep.contrib.streaming.streams import ENDLESS, DrawnShards, Source, StreamOrder, Streams
 from samestep.cut.layout import solve_layout
@@ -300,7 +309,7 @@ def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path,
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3  # once each, though two epochs have met them
     assert all(line.startswith("WARNING: left out: ") for line in lines)
-    with pytest.raises(UsageError, match=r"b.jsonl.gz is damaged: "):
+    with pytest.raises(UsageError, match=r"b.jsonl.gz: damaged: "):
         stream(str(tmp_path / "b.jsonl.gz"), num_streams=1, shuffle_buffer_size=20000)[0]
     skipping = stream(str(tmp_path), num_streams=1, shuffle_buffer_size=4, on_bad_row="skip")
     seen = [skipping[number]["text"] for number in range(1600)]
@@ -310,7 +319,7 @@ def test_damaged_rows_and_shards_are_named_and_left_out_or_end_the_run(tmp_path,
     assert [marks[number]["text"] for number in range(1600, 1700)] == [
         skipping[number]["text"] for number in range(1600, 1700)
     ]
-    assert "b.jsonl.gz is damaged" in capsys.readouterr().err
+    assert "b.jsonl.gz: damaged: " in capsys.readouterr().err
     (tmp_path / "c.jsonl").write_text("\n\n")
     with pytest.raises(UsageError, match="hold no row that can be used in a whole epoch"):
         stream(str(tmp_path / "c.jsonl"), num_streams=1)[0]
@@ -324,6 +333,36 @@ def test_files_that_are_missing_or_unknown_are_named(tmp_path):
     assert "unknown kind '.csv'" in str(error.value)
     with pytest.raises(UsageError, match="nowhere"):
         find_shards("nowhere://a")
+
+
+def test_a_dataset_folder_as_of_the_hub(tmp_path):
+    """Splits and configurations by README.md, as `datasets` finds them; their shards are read by ranges, no code is run."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for config, split, first in (("en", "train", 0), ("en", "test", 100), ("de", "train", 200)):
+        (tmp_path / config).mkdir(exist_ok=True)
+        for number in range(2):
+            rows = [{"text": f"row {first + 2 * row + number}", "label": row % 2} for row in range(50)]
+            parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / config / f"{split}-0000{number}.parquet")
+    lines = [f"- config_name: {config}\n  data_files:\n" for config in ("en", "de")]
+    lines[0] += "  - split: train\n    path: en/train-*\n  - split: test\n    path: en/test-*\n"
+    lines[1] += "  - split: train\n    path: de/train-*\n"
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(lines)}---\n")
+    (tmp_path / "en.py").write_text("raise SystemExit('code of a dataset was run')\n")
+    for config, split, first, count in (("en", "train", 0, 100), ("en", "test", 100, 100), ("de", "train", 200, 100)):
+        found = find_hub_shards(str(tmp_path), config, split)
+        assert [shard.name.rpartition("/")[2] for shard in found] == [
+            f"{split}-0000{number}.parquet" for number in (0, 1)
+        ]
+        rows = [row["text"] for shard in found for _, _, row in FileReader(["text"])(shard, 0)]
+        assert sorted(rows) == sorted(f"row {first + number}" for number in range(count))
+    with pytest.raises(UsageError, match=r"config None, split 'train'.*Check the names"):
+        find_hub_shards(str(tmp_path), None)
+    with pytest.raises(UsageError, match="split 'dev'"):
+        find_hub_shards(str(tmp_path), "en", "dev")
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "train.csv").write_text("text\na\n")
+    with pytest.raises(UsageError, match=r"unknown kind '\.csv'"):
+        find_hub_shards(str(tmp_path / "table"), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,6 +450,18 @@ def test_one_sha_of_a_billion_rows():
     whole = list_places(make(), range(48 * step))
     assert digest([noted[number] for number in range(48 * step)]) == digest(whole)
     assert len(set(whole)) == len(whole)
+
+
+def test_rows_of_a_buffer_are_packed():
+    """A buffer of texts takes less than half of what they would take."""
+    words = [f"word{number * 7919 % 500}" for number in range(600)]
+    streams = draw_streams(num_shards=1, size=100, buffer_size=100, keep=lambda row: " ".join(words[row:]))
+    assert sorted(streams.draw(number).value for number in range(100)) == sorted(
+        " ".join(words[n:]) for n in range(100)
+    )
+    streams.draw(50)
+    (stream,) = streams.streams[0]
+    assert 2 * sum(len(packed) for _, packed in stream._buffer) < sum(len(" ".join(words[n:])) for n in range(100))
 
 
 def test_what_is_no_row_is_a_fault_that_says_so():

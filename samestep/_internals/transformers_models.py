@@ -1,5 +1,6 @@
 """The making of models of transformers, and the attention kernel that they use."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,12 +20,43 @@ EXPERTS_MATMUL_BACKWARD = getattr(torch.ops.transformers, "grouped_mm_fallback_b
 
 
 def attention_kernel(config: PreTrainedConfig) -> str:
-    """Return the name of the attention kernel that a model of this config uses.
+    """Return the name of the attention kernel that a model of this config uses, of several its language model.
 
     transformers 5.24, `_attn_implementation`: the documented `set_attn_implementation` sets it, but nothing documented reads
     it.
     """
-    return config._attn_implementation
+    return config.get_text_config()._attn_implementation
+
+
+def set_text_attention(model: PreTrainedModel, kernel: str) -> None:
+    """Let a model's attention be computed by a kernel; where it is made of several, that of its language model only.
+
+    transformers 5.24, `sub_configs`: names of the parts, by which the documented `set_attn_implementation` knows them.
+    """
+    config, text = model.config, model.config.get_text_config()
+    name = next((name for name in config.sub_configs if getattr(config, name) is text), None)
+    model.set_attn_implementation(kernel if name is None else {name: kernel})
+
+
+def set_tower_attention(model: PreTrainedModel, kernel: str) -> dict[str, str]:
+    """Let the towers of a model that give their attention a row of all images, with the ends of the images or of their windows,
+    compute it by a kernel.
+
+    transformers 5.24: such layers take `cu_seqlens`, and pass them on to kernels that have "flash" in their name; for others
+    they call the kernel once for each part of the row.
+
+    Returns:
+        their own kernels, by the names of their configs, as `set_attn_implementation` takes them.
+    """
+    kernels = {}
+    for name in model.config.sub_configs:
+        config = getattr(model.config, name)
+        modules = [module for module in model.modules() if getattr(module, "config", None) is config]
+        layers = [module for module in modules if not isinstance(module, PreTrainedModel)]
+        if any("cu_seqlens" in inspect.signature(layer.forward).parameters for layer in layers):
+            kernels[name] = config._attn_implementation
+    model.set_attn_implementation(dict.fromkeys(kernels, kernel))
+    return kernels
 
 
 def supports_sdpa(model: PreTrainedModel) -> bool:

@@ -32,6 +32,8 @@ BLANK = (48, 32), (200, 120, 40)
 """Size and colour of the image that stands for none."""
 OWN_MARK = "<|image|>"
 """Token of images of a tokenizer that is trained here, as its template writes it."""
+SHORT_AMONG = 64
+"""Samples among which short ones are looked for."""
 OF_TEXT = ("input_ids", "attention_mask", "text_replacement_offsets")
 """Names of what a processor returns of a text."""
 TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -276,6 +278,14 @@ class ImageConversations(Conversations):
         return Conversation(
             sample_id, tokens, filler.is_trained & ~np.isin(tokens, list(self.image_ids)), filler.lengths
         )
+
+    def choose_short(self) -> list[int]:
+        """Choose, among the first samples, the shortest two with images, and the shortest without: as many as there are."""
+        sample_ids, chosen = range(min(len(self), SHORT_AMONG)), []
+        for number, has_images in ((2, True), (1, False)):
+            kind = [place for place in sample_ids if has_images == bool(self._list_images(int(self.places[place])))]
+            chosen += sorted(kind, key=lambda sample_id: len(self.tokens[int(self.places[sample_id])]))[:number]
+        return chosen
 
     @functools.cached_property
     def image_ids(self) -> set[int]:

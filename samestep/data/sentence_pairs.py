@@ -13,7 +13,8 @@ accuracies with these.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,20 @@ REQUIRED_TOKENS = ("cls_token", "sep_token", "mask_token", "pad_token")
 NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
 OF_PAIRS = ("first_index", "next_sentence_label", "token_type_ids")
 """Arguments of a model that only samples of two segments have."""
+
+
+class Document(NamedTuple):
+    """A document, tokenized.
+
+    Attributes:
+        tokens: int32 [tokens].
+        ends: int32 [sentences], where each sentence ends, in tokens.
+        cuts: int32 [chunks + 1], borders of the chunks, in sentences.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    cuts: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +102,7 @@ class SentencePairs(TokenizedTexts):
         num_proc: int | None = None,
         description: str = "the corpus",
     ):
-        self.seed, self.mlm_probability = recipe.seed, recipe.mlm_probability
-        self.next_sentence_probability = getattr(recipe, "next_sentence_probability", None)
-        is_pair = self.next_sentence_probability is not None
-        self.max_tokens = recipe.max_seq_length - (NUM_SPECIAL if is_pair else 2)  # [CLS] A [SEP]
-        self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
-        self.is_special = np.zeros(len(tokenizer), bool)
-        self.is_special[tokenizer.all_special_ids] = True
-        self.ordinary = np.flatnonzero(~self.is_special)
+        self._set_numbers(recipe, tokenizer)
         settings = {"seed": self.seed, "max_tokens": self.max_tokens}
         settings |= {"short_seq_probability": recipe.short_seq_probability}
         key = fingerprint(tokenizer), settings
@@ -104,12 +112,24 @@ class SentencePairs(TokenizedTexts):
         self.ends, self.cuts = ListColumn(table, "ends"), ListColumn(table, "cuts")
         if num_short := len(documents) - len(self.tokens):
             self.notes.insert(0, f"left out: {format_count(num_short, 'document')} of fewer than two tokens")
+        is_pair = self.next_sentence_probability is not None
         if len(self.tokens) < 1 + is_pair:
             rule = "sentence pairs need at least 2, so that B can come from another document" if is_pair else "give one"
             raise UsageError(
                 f"{description} has {len(self.tokens)} document(s) of two tokens or more: {rule} (--txt_documents blocks: "
                 "blank lines in .txt files separate documents)"
             )
+
+    def _set_numbers(self, recipe: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Set what decides the draws."""
+        self.seed, self.mlm_probability = recipe.seed, recipe.mlm_probability
+        self.next_sentence_probability = getattr(recipe, "next_sentence_probability", None)
+        is_pair = self.next_sentence_probability is not None
+        self.max_tokens = recipe.max_seq_length - (NUM_SPECIAL if is_pair else 2)  # [CLS] A [SEP]
+        self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+        self.is_special = np.zeros(len(tokenizer), bool)
+        self.is_special[tokenizer.all_special_ids] = True
+        self.ordinary = np.flatnonzero(~self.is_special)
 
     def __len__(self) -> int:
         """Count the chunks: the gaps between neighbouring cuts of each document."""
@@ -124,32 +144,53 @@ class SentencePairs(TokenizedTexts):
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
         """Draw the pair, or the one segment, of a sample in an epoch."""
-        rng = sample_rng(self.seed, PAIRS, epoch, sample_id)
-        # The sample is chunk `chunk` of document `row`: `tokens` [tokens], `ends` [sentences] in tokens, `cuts` [chunks + 1] in
-        # sentences; sentence i is tokens[ends[i - 1] : ends[i]]
+        # The sample is chunk `chunk` of document `row`
         row, chunk = self.cuts.find_gap(sample_id)
-        tokens, ends, cuts = self.tokens[row], self.ends[row], self.cuts[row]
+        document = Document(self.tokens[row], self.ends[row], self.cuts[row])
+
+        def draw_other(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+            other_row = int(rng.integers(len(self.tokens) - 1))
+            other_row += other_row >= row  # any row but the pair's own
+            return self.tokens[other_row], self.ends[other_row]
+
+        return self._draw_pair((int(epoch), int(sample_id)), document, chunk, draw_other)
+
+    def _draw_pair(
+        self,
+        key: tuple[int, int],
+        document: Document,
+        chunk: int,
+        draw_other: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]] | None,
+    ) -> Pair:
+        """Draw the pair, or the one segment, of a chunk of a document.
+
+        Args:
+            key: epoch and sample id.
+            draw_other: draws another document, its tokens and the ends of its sentences; None: there is no other.
+        """
+        rng = sample_rng(self.seed, PAIRS, *key)
+        tokens, ends, cuts = document  # sentence i is tokens[ends[i - 1] : ends[i]]
         first, last = cuts[chunk], cuts[chunk + 1]  # the chunk's sentences: [first, last), at least two
         if self.next_sentence_probability is None:
             segment = tokens[ends[first - 1] if first else 0 : ends[last - 1]]
             front = int(rng.integers(max(0, len(segment) - self.max_tokens) + 1))
-            return Pair(int(epoch), int(sample_id), segment[front : front + self.max_tokens], None, 0)
+            return Pair(*key, segment[front : front + self.max_tokens], None, 0)
         start, middle, stop = (
             ends[place - 1] if place else 0 for place in (first, int(rng.integers(first + 1, last)), last)
         )
         a, b = tokens[start:middle], tokens[middle:stop]
         is_random = rng.random() >= self.next_sentence_probability
-        if is_random:
-            other_row = int(rng.integers(len(self.tokens) - 1))
-            other_row += other_row >= row  # any row but the pair's own
-            tokens, ends = self.tokens[other_row], self.ends[other_row]
+        if is_random and draw_other is None:
+            is_random = False
+        elif is_random:
+            tokens, ends = draw_other(rng)
             place = int(rng.integers(len(ends)))
             start = ends[place - 1] if place else 0
             # Lengths in tokens of the passages that begin with sentence `place`, of 1, 2, ... sentences
             lengths = ends[place:] - start
             b = tokens[start : start + lengths[np.abs(lengths - len(b)).argmin()]]
         a, b = self._truncate(a, b, rng)
-        return Pair(int(epoch), int(sample_id), a, b, int(is_random))
+        return Pair(*key, a, b, int(is_random))
 
     def longest(self) -> Pair:
         """Return a pair of max_seq_length tokens."""

@@ -7,6 +7,7 @@ Micro-batches are padded behind the tokens.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -216,7 +217,7 @@ class Pairs(TokenizedTexts):
         names = [name or "all" for name in rows["origin"]]
         self.source_names = tuple(sorted(set(names)))
         self.source_numbers = np.searchsorted(np.array(self.source_names), np.array(names))
-        self._check_ends()
+        self._check_ends([self.tokens[row] for row in range(min(CHECKED_ROWS, len(self)))])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -245,11 +246,10 @@ class Pairs(TokenizedTexts):
         """The tokens that are no targets where they are the first ones."""
         return () if self.recipe.count_forced_tokens else self.forced
 
-    def _check_ends(self) -> None:
+    def _check_ends(self, targets: Sequence[np.ndarray]) -> None:
         """Check that targets end with a token by which generation ends. Raises UsageError where they do not."""
         end = self.tokenizer.eos_token_id
-        ends = [self.tokens[row][-2:].tolist() for row in range(min(CHECKED_ROWS, len(self)))]
-        if end is None or not any(end in tokens for tokens in ends):
+        if end is None or not any(end in tokens[-2:] for tokens in targets):
             name = "no eos_token" if end is None else f"{self.tokenizer.eos_token!r} at the end of no target"
             raise UsageError(
                 f"the tokenizer has {name}, so that generated texts would not end: give one like T5's or BART's, which adds it"
@@ -257,12 +257,18 @@ class Pairs(TokenizedTexts):
 
     def find_labels(self, sample_id: int) -> np.ndarray:
         """Find the tokens of a target, as a model is given them: Whisper's shift adds the first of its tokens anew."""
-        labels, vocabulary = self.tokens[sample_id], self.tokenizer.get_added_vocab()
+        return self._drop_start(self.tokens[sample_id])
+
+    def _drop_start(self, labels: np.ndarray) -> np.ndarray:
+        vocabulary = self.tokenizer.get_added_vocab()
         return labels[1:] if labels[0] == vocabulary.get(START_OF_TEXT) else labels
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
         """Return a sample; it is the same in every epoch."""
-        labels, source, given = self.find_labels(sample_id), self.sources[sample_id], self._given
+        return self._make_pair(self.sources[sample_id], self.find_labels(sample_id))
+
+    def _make_pair(self, source: Any, labels: np.ndarray) -> Pair:
+        given = self._given
         num_given = len(given) if tuple(labels[: len(given)].tolist()) == given else 0
         return Pair(source, labels, num_given, self.sources.length(source) + len(labels))
 

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ from transformers import (
 from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import (
     attention_kernel,
-    can_set_attention,
     recompute_activations,
+    set_text_attention,
     supports_sdpa,
 )
 from samestep.cut.layout import round_up
@@ -165,8 +165,6 @@ class CausalLmSums(SummedLosses):
         notes: lines for the log: why sequences are padded, what else is unlike other models.
     """
 
-    PADDED: ClassVar[str | None] = None  # why all of these models are
-
     def __init__(
         self,
         model: nn.Module,
@@ -185,7 +183,7 @@ class CausalLmSums(SummedLosses):
         self.notes, self.is_padded = [], False
         self.scale, self.softcap = _find_scale(causal_lm)
         name = type(causal_lm).__name__
-        if problem := self.PADDED or _compute_in_rows(causal_lm):
+        if problem := self.compute_in_rows():
             self.is_padded = True
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
         noisy = _find_noise_of_functions(causal_lm)
@@ -199,6 +197,10 @@ class CausalLmSums(SummedLosses):
             )
         if objective != "reward" and not is_fake(next(model.parameters())):
             self._check_head()
+
+    def compute_in_rows(self) -> str | None:
+        """Let the model's attention stay inside the sequences of a row; say why it cannot, and is as it was."""
+        return packing.stay_apart(self.causal_lm, packing.probe)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -414,7 +416,7 @@ class CausalLmSums(SummedLosses):
         _check_dtype(model, settings.dtype)
         if self.is_padded:
             return cpu_matmul.add_onednn({"padded": lambda: None}, model, device, mixed_precision)
-        length = getattr(model.config, "max_position_embeddings", 0)
+        length = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
         first = causal_attention(device, mixed_precision, length)
         names = sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
         if device.type == "cuda" and mixed_precision != "no":
@@ -422,7 +424,7 @@ class CausalLmSums(SummedLosses):
         if _has_attention_dropout(model) or not supports_sdpa(model):
             names, kernel = ["eager"], None  # the others compute such layers as eager does
         names = [kernel] if kernel else names
-        candidates = {name: partial(model.set_attn_implementation, sequences.PREFIX + name) for name in names}
+        candidates = {name: partial(set_text_attention, model, sequences.PREFIX + name) for name in names}
         return cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
 
     def recompute_activations(self) -> None:
@@ -437,28 +439,13 @@ class CausalLmSums(SummedLosses):
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[PreTrainedModel]:
         """Let transformers' own attention compute the model within this context, as generating text needs it."""
-        model = self.causal_lm
-        kernel = attention_kernel(model.config)
-        if not self.is_padded:
-            model.set_attn_implementation("sdpa" if supports_sdpa(model) else "eager")
+        model, kernel = self.causal_lm, attention_kernel(self.causal_lm.config)
+        own_kernel = "sdpa" if supports_sdpa(model) else "eager"
+        set_text_attention(model, kernel if self.is_padded else own_kernel)
         try:
             yield model
         finally:
-            if not self.is_padded:
-                model.set_attn_implementation(kernel)
-
-
-def _compute_in_rows(model: PreTrainedModel) -> str | None:
-    """Let a model's attention stay inside the sequences of a row; say why it cannot, and is as it was."""
-    if not can_set_attention(model):
-        return "its attention does not go through transformers' AttentionInterface"
-    own_kernel = attention_kernel(model.config)
-    model.set_attn_implementation(sequences.PREFIX + "eager")
-    leak = None if is_fake(next(model.parameters())) else packing.probe(model)
-    if leak is None:
-        return None
-    model.set_attn_implementation(own_kernel)
-    return f"a sequence reaches the next one in a row ({leak})"
+            set_text_attention(model, kernel)
 
 
 def _check_dtype(model: PreTrainedModel, dtype: str) -> None:

@@ -7,15 +7,19 @@ sequence into the next. `probe` measures that, on the model itself.
 """
 
 import inspect
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from samestep._internals.transformers_models import attention_kernel, can_set_attention
+from samestep._internals.torch_tracing import is_fake
+from samestep._internals.transformers_models import attention_kernel, can_set_attention, set_text_attention
 from samestep.models import sequences
 from samestep.models.sequences import Sequences
+from samestep.step.losses import IGNORED
 
 LENGTHS = (7, 9)
 """Tokens of the probe's sequences."""
@@ -28,7 +32,7 @@ class Leak(NamedTuple):
 
     Attributes:
         logits: error of the logits.
-        gradient: error of the gradient of the summed loss with respect to the embeddings of the tokens.
+        gradient: error of the gradient of the summed loss with respect to the embeddings of the tokens, or to pixels.
     """
 
     logits: float
@@ -36,6 +40,32 @@ class Leak(NamedTuple):
 
     def __str__(self) -> str:
         return f"logits differ by {self.logits:.0e}, the gradient by {self.gradient:.0e} of its size"
+
+
+def stay_apart(
+    model: PreTrainedModel,
+    find_leak: Callable[[PreTrainedModel], Leak | None],
+    problem: str = "a sequence reaches the next one in a row",
+) -> str | None:
+    """Let a model's attention stay inside the sequences of a row; say why it cannot, and is as it was.
+
+    Args:
+        model: a causal language model of transformers. Without numbers it is not tried.
+        find_leak: tries it.
+        problem: what a leak means, in words.
+    """
+    if not can_set_attention(model):
+        return "its attention does not go through transformers' AttentionInterface"
+    own_kernel = attention_kernel(model.config)
+    set_text_attention(model, sequences.PREFIX + "eager")
+    is_apart = False
+    try:
+        leak = None if is_fake(next(model.parameters())) else find_leak(model)
+        is_apart = leak is None
+    finally:
+        if not is_apart:
+            set_text_attention(model, own_kernel)
+    return None if is_apart else f"{problem} ({leak})"
 
 
 def row_hidden(
@@ -93,41 +123,84 @@ def probe(model: PreTrainedModel) -> Leak | None:
     Returns:
         None: they are the same.
     """
-    device, was_training, kernel = model.device, model.training, attention_kernel(model.config)
     generator = torch.Generator().manual_seed(0)
-    num_tokens = sum(LENGTHS)
+    num_tokens, device = sum(LENGTHS), model.device
     input_ids = torch.randint(model.config.get_text_config().vocab_size, (num_tokens + 1,), generator=generator).to(
         device
     )
     position_ids = torch.cat([torch.arange(length) for length in (*LENGTHS, 1)]).to(device)
     ends = torch.tensor([0, LENGTHS[0], num_tokens], dtype=torch.int32, device=device)
+
+    def compute_alone(first: int, end: int) -> torch.Tensor:
+        row = slice(first, end)
+        return _last_hidden(model, input_ids=input_ids[None, row], position_ids=position_ids[None, row])[0]
+
+    alone = [
+        Sequence(input_ids[first:end], partial(compute_alone, first, end))
+        for first, end in ((0, LENGTHS[0]), (LENGTHS[0], num_tokens))
+    ]
+    row = Sequences(ends, num_tokens + 1)
+    return compare(model, partial(row_hidden, model, input_ids[None], position_ids[None], row), alone)
+
+
+class Sequence(NamedTuple):
+    """Holds a sequence that a probe computes.
+
+    Attributes:
+        input_ids: int64 [n].
+        hidden: computes its last hidden states alone, [n, width].
+        leaves: what else has a gradient, as its pixels: floating tensors that require one.
+    """
+
+    input_ids: torch.Tensor
+    hidden: Callable[[], torch.Tensor]
+    leaves: tuple[torch.Tensor, ...] = ()
+
+
+def compare(
+    model: PreTrainedModel,
+    hidden: Callable[[], torch.Tensor],
+    alone: Collection[Sequence],
+    leaves: tuple[torch.Tensor, ...] = (),
+) -> Leak | None:
+    """Compute sequences together, and each alone, and compare logits and gradients; see `probe`.
+
+    Args:
+        model: a causal language model; of its kernels the language model's is transformers' plain one where a sequence is
+            computed alone.
+        hidden: computes the last hidden states of all together, [M, width], in the order of `alone`; more rows may follow.
+        alone: the sequences.
+        leaves: those of all sequences together, in each of them those of the sequences that have some, end to end.
+
+    Returns:
+        None: they are the same.
+    """
+    was_training, kernel = model.training, attention_kernel(model.config)
     model.eval()
     try:
-        row = Sequences(ends, num_tokens + 1)
-        logits, gradient = _compute(model, input_ids, position_ids, row, LENGTHS)
+        together = _compute(model, hidden, alone, leaves)
         if can_set_attention(model):
-            model.set_attn_implementation("eager")
-        alone = [
-            _compute(model, input_ids[first:end], position_ids[first:end], None, (length,))
-            for first, end, length in zip((0, LENGTHS[0]), (LENGTHS[0], num_tokens), LENGTHS, strict=True)
-        ]
+            set_text_attention(model, "eager")
+        parts = [_compute(model, sequence.hidden, [sequence], sequence.leaves) for sequence in alone]
     finally:
         if can_set_attention(model):
-            model.set_attn_implementation(kernel)
+            set_text_attention(model, kernel)
         model.train(was_training)
-    pairs = zip((logits, gradient), (torch.cat(parts) for parts in zip(*alone, strict=True)), strict=True)
-    leak = Leak(*(((x[:num_tokens] - y).norm() / y.norm()).item() for x, y in pairs))
+    errors = []
+    for number, x in enumerate(together):
+        y = torch.cat([part[number].flatten(0, -2) for part in parts if number < len(part)])
+        errors.append(((x.flatten(0, -2)[: len(y)] - y).norm() / y.norm()).item())
+    leak = Leak(errors[0], max(errors[1:]))
     return None if max(leak) <= TOLERANCE else leak
 
 
 def _compute(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    row: Sequences | None,
-    lengths: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the logits of a row of tokens, [M, classes], and the gradient of the embeddings, [M, width]."""
+    hidden: Callable[[], torch.Tensor],
+    row: Collection[Sequence],
+    leaves: tuple[torch.Tensor, ...],
+) -> list[torch.Tensor]:
+    """Compute the logits of a row of sequences, [M, classes], the gradient of the embeddings, [M, width], and of the leaves."""
     embeddings: list[torch.Tensor] = []
 
     def detach(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -137,16 +210,16 @@ def _compute(
     # A tensor of its own, so that no gradient of the table of embeddings is computed
     handle = model.get_input_embeddings().register_forward_hook(detach)
     try:
-        with torch.enable_grad(), sequences.within(row):
-            hidden = _last_hidden(model, input_ids=input_ids[None], position_ids=position_ids[None])[0]
-            head = model.get_output_embeddings()
-            logits = hidden if head is None else head(hidden)
+        with torch.enable_grad():
+            states, head = hidden(), model.get_output_embeddings()
+            logits = states if head is None else head(states)
             # Every token predicts the next one of its sequence
-            labels, last = input_ids.roll(-1) % logits.shape[1], torch.tensor(lengths).cumsum(0) - 1
-            labels = labels.index_fill(0, last.to(labels.device), -100)
-            labels[sum(lengths) :] = -100
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            (gradient,) = torch.autograd.grad(loss, embeddings)
+            parts = [F.pad(sequence.input_ids[1:], (0, 1), value=IGNORED) for sequence in row]
+            labels = torch.cat(parts)
+            labels = F.pad(labels, (0, len(logits) - len(labels)), value=IGNORED)
+            labels = torch.where(labels < 0, labels, labels % logits.shape[1])
+            loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+            gradient, *others = torch.autograd.grad(loss, [*embeddings, *leaves])
     finally:
         handle.remove()
-    return logits.detach(), gradient[0]
+    return [logits.detach(), gradient[0], *others]

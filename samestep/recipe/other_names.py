@@ -91,7 +91,7 @@ _REASONS = {
         "in 4 bits by --base_quantization nf4"
     ): "load_in_4bit load_in_8bit lora lora_r peft qlora use_lora use_peft",
     "this task is trained by AdamW; pretraining and images have --optimizer": "optim optimizer",
-    "data is read once into a cache on disk, and mapped into memory from there: leave it out": "streaming",
+    "only texts are streamed (docs/streaming.md): leave it out": "streaming",
     "code of others is never run: leave it out": "trust_remote_code",
 }
 """Place where something is decided here, or reason why it is not -> flags of other programs that decide it."""

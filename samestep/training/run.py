@@ -144,7 +144,7 @@ class Run:
         train, held_out = self.data
         if held_out is None:
             self.say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")
-        report_rows(train, self.output_dir if self.accelerator.is_main_process else None, self.say)
+        report_rows(train, ways.find_list_folder(self), self.say)
         mixture = getattr(train, "mixture", ())
         num_uses = sum(uses for _, uses in mixture) if mixture else getattr(train, "num_samples", len(train))
         self.plan.lay_out(num_uses, mixture, self.start.stages)

@@ -79,6 +79,11 @@ def choose_build(recipe: Recipe, build: Callable[..., tuple[Any, Any]]) -> Calla
     return build
 
 
+def find_list_folder(run: "Run") -> Path | None:
+    """Find the folder for the list of skipped rows; None: others write it, of a stream a part of the run, as it meets them."""
+    return run.output_dir if run.accelerator.is_main_process and not is_streamed(run.recipe) else None
+
+
 def choose_order(recipe: Recipe) -> type[Order]:
     """Choose the class of the order of the samples."""
     kind: type[Order] = _load("samestep.contrib.streaming.streams:StreamOrder") if is_streamed(recipe) else Order

@@ -15,7 +15,7 @@ OWN = {
         """.split(),
     "samestep.contrib": """
         accumulation chat chats_to_a_model check_model checkpoint_store communication compare_runs digest embedding_trainer
-        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers streaming
+        expert_term noise_scale peer_copies preferences reference replicas router_loss stragglers streamed_programs streaming
         train_embeddings watch whole_batch
         """.split(),
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep.contrib.streaming.shards import FileReader, Retries, cut_shards, find_shards
-from samestep.contrib.streaming.steps import StreamSteps, gather_marks, merge_marks
+from samestep.contrib.streaming.steps import StreamSteps, gather, merge_marks
 from samestep.contrib.streaming.streams import BUFFER_SIZE, ENDLESS, NUM_STREAMS, Source, StreamOrder, Streams
 
 
@@ -45,7 +45,7 @@ class StreamDataset:
             steps: what `exact_steps` returned.
         """
         marks = {} if steps.last is None else steps.last.marks
-        return {"streams": merge_marks(gather_marks(steps.accelerator, marks))}
+        return {"streams": merge_marks(gather(steps.accelerator, marks))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to places that `state_dict` returned, perhaps on another number of processes; then give `first_step`."""

@@ -1,92 +1,53 @@
 """Streamed samples of the programs for texts: what `samestep.data` makes of whole files, of a stream."""
 
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from samestep.contrib.streaming import shards
-from samestep.contrib.streaming.shards import BadRow, FileReader, Shard
-from samestep.contrib.streaming.streams import ENDLESS, Source, Stream, Streams
+from samestep.contrib.streaming.rows import StreamedLabelledTexts, StreamedPairs, StreamedTextPairs
+from samestep.contrib.streaming.segments import StreamedSentencePairs
+from samestep.contrib.streaming.shards import BadRow, FileReader
+from samestep.contrib.streaming.sources import (
+    Streamed,
+    find_entries,
+    list_documents,
+    load_tokenizer,
+    read_first,
+)
+from samestep.contrib.streaming.streams import LeftOut, Source, Stream
 from samestep.data import conversation_rows, conversations, documents, row_report, token_blocks
 from samestep.data.arrow import Dataset, hash_parts
 from samestep.data.conversations import UNTRAINED, Conversation, Conversations
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import Problem
 from samestep.data.token_blocks import PackedBlocks, Run, SeparateDocuments, TokenBlocks
-from samestep.data.tokenizer import choose_tokenizer, fingerprint
+from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
-from samestep.printing import format_count
 from samestep.recipe.tasks.causal_lm_pretraining import CausalLmPretraining
 
-NUM_FIRST = 64
-"""Rows from which the form of conversations is recognised; samples on which kernels are compared."""
+ROWS: dict[str, Any] = {
+    "bert_pretraining": StreamedSentencePairs,
+    "modernbert_pretraining": StreamedSentencePairs,
+    "text_classification": StreamedLabelledTexts,
+    "seq2seq_finetuning": StreamedPairs,
+    "embedding_training": StreamedTextPairs,
+}
+"""Task -> class of its streamed samples, which builds them, and those that are held out."""
 
 
 def build(recipe: Any, num_proc: int | None = None, on_bad_row: str = "refuse", date: str | None = None) -> Any:
     """Build the recipe's streamed training samples, and the held-out ones of validation_file, which are read whole."""
+    if recipe.task in ROWS:
+        return ROWS[recipe.task].build(recipe, num_proc, on_bad_row)
     if hasattr(recipe, "block_size"):
         return _build_blocks(recipe, num_proc, on_bad_row)
     return _build_conversations(recipe, num_proc, on_bad_row, date)
 
 
-def find_entries(recipe: Any) -> dict[str, list[Shard]]:
-    """Find the shards of each source of a recipe, by its entry."""
-    entries = [recipe.dataset_name] if isinstance(recipe.dataset_name, str) else list(recipe.dataset_name or ())
-    if entries:
-        found = {}
-        for entry in entries:
-            name, config, split = conversation_rows.split_name(entry)
-            is_file = shards.split_suffix(entry)[0] in shards.KINDS or "://" in entry
-            config = config or recipe.dataset_config_name
-            found[entry] = shards.find_shards(entry) if is_file else shards.find_hub_shards(name, config, split)
-    elif getattr(recipe, "mixture_weights", None) is None:
-        found = {"train_file": shards.find_shards(recipe.train_file)}
-    else:
-        found = {entry: shards.find_shards(entry) for entry in recipe.train_file}
-    return {entry: shards.cut_shards(files, recipe.num_streams) for entry, files in found.items()}
-
-
-class _Streamed:
-    """Properties of streamed samples of all tasks, beside the class of samples read whole.
-
-    Attributes:
-        num_samples: as the order counts them: without an end.
-    """
-
-    streams: Streams
-    row_reports: Any = ()
-    mixture: Any = ()
-    num_samples = ENDLESS
-
-    def __len__(self) -> int:
-        """Count the first samples, which are looked at before the training."""
-        return NUM_FIRST
-
-    def _describe(self) -> str:
-        files = {shard.name for source in self.streams.sources for shard in source.shards}
-        return f"a stream of {format_count(len(files), 'shard')} in {format_count(len(self.streams), 'virtual stream')}"
-
-
-def _split_txt(recipe: Any, found: Mapping[str, list[Shard]]) -> str:
-    return documents.split_txt(recipe.txt_documents, [shard.name for files in found.values() for shard in files])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # pretraining
-
-
-def _keep_text(column: str, values: Mapping[str, Any]) -> Any:
-    """Keep the text of a row: None where nothing of it can be seen."""
-    if column not in values:
-        return BadRow(f"no column {column!r}, only {', '.join(map(str, values))}")
-    try:
-        row = documents._make_row(column, values, None)
-    except UsageError as error:
-        return BadRow(str(error))
-    return None if row is None else row["text"]
 
 
 def _take_block(size: int, stream: Stream) -> Run:
@@ -114,7 +75,7 @@ def _take_document(size: int, end_of_text: int, stream: Stream) -> Run:
     return Run(np.append(tokens, tokens.dtype.type(end_of_text)))
 
 
-class StreamedBlocks(_Streamed, TokenBlocks):
+class StreamedBlocks(Streamed, TokenBlocks):
     """Blocks of block_size tokens of each stream's documents, one after the other, or a sample of each document.
 
     Args:
@@ -126,37 +87,19 @@ class StreamedBlocks(_Streamed, TokenBlocks):
     """
 
     def __init__(self, recipe: Any, on_bad_row: str):
-        def refuse_training() -> Any:
-            raise AssertionError("a rule asks for a tokenizer")
-
-        tokenizer = choose_tokenizer(recipe, refuse_training, ["eos_token"], "GPT-2")
+        tokenizer = load_tokenizer(recipe, ["eos_token"], "GPT-2")
         tokenizer.model_max_length = recipe.block_size  # saved with it: a pipeline truncates to that
         self.tokenizer, self.max_length, self.notes = tokenizer, recipe.block_size, []
         self.end_of_text, self.document_mask = tokenizer.eos_token_id, recipe.document_mask
         self.is_row, self.is_even = isinstance(recipe, CausalLmPretraining), recipe.packing
         self.dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
-        found = find_entries(recipe)
         assemble: Any = functools.partial(_take_block, recipe.block_size)
         if not recipe.packing:
             assemble = functools.partial(_take_document, recipe.block_size, self.end_of_text)
-        reader = FileReader([recipe.text_column], _split_txt(recipe, found))
-        sources = [
-            Source(
-                files,
-                reader,
-                entry,
-                convert=self._tokenize,
-                assemble=assemble,
-                keep=functools.partial(_keep_text, _find_column(files, recipe.text_column)),
-                on_bad_row=on_bad_row,
-            )
-            for entry, files in found.items()
-        ]
-        self.streams = Streams(sources, recipe.seed, recipe.num_streams, recipe.shuffle_buffer_size)
-        self.draw(0, 0)  # faults that all rows have are met before the model is made
+        self.open(recipe, list_documents(recipe, on_bad_row, convert=self._tokenize, assemble=assemble))
 
     def __str__(self) -> str:
-        return f"{self._describe()}, samples of {self.max_length} tokens"
+        return f"{self.describe_stream()}, samples of {self.max_length} tokens"
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -171,11 +114,6 @@ class StreamedBlocks(_Streamed, TokenBlocks):
         """Draw sample t of the run."""
         run: Run = self.streams.draw(sample_id).value
         return run
-
-
-def _find_column(files: list[Shard], text_column: str) -> str:
-    """Find the column of documents: txt has `text` alone."""
-    return "text" if all(shards.split_suffix(shard.name)[0] == ".txt" for shard in files) else text_column
 
 
 def _build_blocks(recipe: Any, num_proc: int | None, on_bad_row: str) -> tuple[StreamedBlocks, TokenBlocks | None]:
@@ -211,7 +149,7 @@ def _make_keep(recipe: Any) -> Any:
     return keep
 
 
-class StreamedConversations(_Streamed, Conversations):
+class StreamedConversations(Streamed, Conversations):
     """Conversations of a stream, or pairs, tokenized as they come; rows that are too long, or train nothing, are left out.
 
     Args:
@@ -225,7 +163,6 @@ class StreamedConversations(_Streamed, Conversations):
     def __init__(self, recipe: Any, on_bad_row: str, date: str | None):
         self.recipe = recipe
         self.reference = np.zeros((0, 2), np.float32)
-        self.left_out: Counter[str] = Counter()
         found = find_entries(recipe)
         weights = recipe.mixture_weights or [1.0] * len(found)
         sources = []
@@ -233,17 +170,18 @@ class StreamedConversations(_Streamed, Conversations):
             more: dict[str, Any] = {"convert": self._tokenize, "keep": _make_keep(recipe), "on_bad_row": on_bad_row}
             sources.append(Source(files, FileReader(), entry, weight, **more))
         self.source_names = tuple(conversation_rows.name_sources([*found]))
-        firsts = zip(self.source_names, map(_read_first, sources), strict=True)
-        rows = Dataset.from_list([row | {"source": name} for name, part in firsts for row in part])
+        firsts = zip(self.source_names, map(read_first, sources), strict=True)
+        rows = Dataset.from_list(
+            [row | {"place": place, "source": name} for name, part in firsts for place, row in part]
+        )
         self.rows, self.is_pairs = rows, conversations._has_pairs(rows)
         self.renderer = conversations._make_renderer(recipe, rows, date)
         self.tokenizer.model_max_length = recipe.max_seq_length  # saved with it: a pipeline truncates to that
         self.max_length = recipe.max_seq_length * (1 + self.is_pairs)
-        self.streams = Streams(sources, recipe.seed, recipe.num_streams, recipe.shuffle_buffer_size)
-        self.draw(0, 0)  # faults that all rows have are met before the model is made
+        self.open(recipe, sources)
 
     def __str__(self) -> str:
-        return f"{self._describe()}, {'pairs of answers' if self.is_pairs else 'conversations'} ({self.renderer.rule})"
+        return f"{self.describe_stream()}, {'pairs of answers' if self.is_pairs else 'conversations'} ({self.renderer.rule})"
 
     mask_report = None  # of numbers that a stream does not know
 
@@ -261,10 +199,10 @@ class StreamedConversations(_Streamed, Conversations):
         samples: list[Any] = []
         for number, state in enumerate(table["state"]):
             if state > conversations.CUT:
-                problem = table["problem"][number]
-                if problem is None:
-                    self.left_out[conversations.NOTHING if state == UNTRAINED else "too long"] += 1
-                samples.append(None if problem is None else BadRow(problem))
+                problem, rule = table["problem"][number], f"longer than max_seq_length {recipe.max_seq_length:,}"
+                if state == UNTRAINED:
+                    rule = conversations.NOTHING
+                samples.append(LeftOut(rule) if problem is None else BadRow(problem))
                 continue
             tokens, border = np.asarray(table["tokens"][number], np.int32), table["border"][number]
             lengths = (border, len(tokens) - border) if self.is_pairs else (len(tokens),)
@@ -274,29 +212,6 @@ class StreamedConversations(_Streamed, Conversations):
     def draw(self, epoch: int, sample_id: int) -> Conversation:
         """Draw sample t of the run."""
         return Conversation(int(sample_id), *self.streams.draw(sample_id).value)
-
-
-def _read_first(source: Source) -> list[dict[str, str]]:
-    """Read the first rows of a source, by which its form is recognised.
-
-    Raises:
-        UsageError: it has none that can be read.
-    """
-    rows, problem = [], "is empty"
-    for shard in source.shards:
-        for _, place, values in source.read(shard, 0):
-            row = values if isinstance(values, BadRow) else source.keep(values)
-            if isinstance(row, BadRow):
-                problem = f"has no row that can be used: {place}: {row}"
-                if source.on_bad_row == "refuse":
-                    raise UsageError(f"{place}: {row}")
-            elif row is not None:
-                rows.append(row | {"place": place})
-            if len(rows) == NUM_FIRST:
-                return rows
-    if not rows:
-        raise UsageError(f"{source.name} {problem}")
-    return rows
 
 
 def _build_conversations(

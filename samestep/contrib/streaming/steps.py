@@ -1,6 +1,8 @@
 """The steps of a stream: each process reads the virtual streams that its samples need, and a checkpoint has their places."""
 
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,22 +12,33 @@ from accelerate.utils import gather_object
 
 from samestep.contrib.streaming.streams import Mark, Streams
 from samestep.cut.partition import deal
+from samestep.data.row_report import SKIPPED_FILE, Problem
 from samestep.data.steps import StepData, Steps
+from samestep.printing import format_count
+from samestep.recipe.reading import read_text
 from samestep.training.parts import Part
 
 if TYPE_CHECKING:
     from samestep.training.run import Run
 
 
+MAX_BYTES = 2**30
+"""Bytes of a list of skipped rows that is read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamStepData(StepData):
-    """A step with the places of the streams that this process reads, behind the step.
+    """A step with the places of the streams that this process reads, behind the step, and the rows that were left out for it.
 
     Attributes:
         marks: number of a stream -> its place.
+        bad: place and reason of rows with a fault, since the step before.
+        num_left_out: reason -> rows that a rule of the recipe left out, since the step before.
     """
 
     marks: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    bad: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    num_left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class StreamSteps(Steps):
@@ -37,7 +50,8 @@ class StreamSteps(Steps):
 
     def __getitem__(self, step: int) -> StreamStepData:
         data = super().__getitem__(step)
-        return StreamStepData(**vars(data), marks=self._streams.list_marks())
+        bad, counts = self._streams.take_left_out()
+        return StreamStepData(**vars(data), marks=self._streams.list_marks(), bad=bad, num_left_out=dict(counts))
 
     @property
     def _streams(self) -> Streams:
@@ -102,28 +116,83 @@ class StreamSteps(Steps):
 
 
 class StreamPosition(Part):
-    """The places of the virtual streams, for checkpoints."""
+    """The places of the virtual streams, for checkpoints; and skipped_rows.jsonl, the rows with a fault that were left out.
+
+    A row comes into the file with the checkpoint behind its step: who goes on from an earlier one meets it again.
+    """
 
     def __init__(self, run: "Run"):
         self.run = run
         self.marks: dict[int, dict[int, list[int]]] = {}
+        self.file = run.output_dir / SKIPPED_FILE
+        self.bad: dict[str, str] = {problem.place: problem.reason for problem in _list_held_out(run.data[0])}
+        self.listed: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        if run.start.state.streams:
+            run.data[0].streams.seek({int(number): mark for number, mark in run.start.state.streams.items()})
+        if run.accelerator.is_main_process:
+            self._read_listed()
+
+    def _read_listed(self) -> None:
+        """Read which rows the sessions before have listed; delete the file of a run that begins anew."""
+        if not self.file.exists():
+            return
+        text = read_text(self.file, str(self.file), MAX_BYTES) if self.run.completed_steps else ""
+        lines = text.splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("}\n")]  # a kill, or a full disk, may have cut the last one
+        self.listed = {json.loads(line)["place"] for line in whole}
+        if not whole:
+            self.file.unlink()
+        elif whole != lines:
+            self.file.write_text("".join(whole), encoding="utf-8")
 
     def watch(self, stream: Iterator[StepData]) -> Iterator[StepData]:
-        """Note the places behind each step."""
+        """Note the places behind each step, and what was left out for it."""
         for data in stream:
             kept = {step: marks for step, marks in self.marks.items() if step >= data.step - 1}
             self.marks = kept | {data.step: getattr(data, "marks", {})}
+            self.bad |= dict(getattr(data, "bad", ()))
+            self.counts.update(getattr(data, "num_left_out", {}))
             yield data
 
     def state(self) -> dict[str, Any]:
         """Collect the places of all processes behind the last step that is done. Called by all processes."""
+        self._list_bad()
         marks = self.marks.get(self.run.completed_steps - 1, {})
-        return {"streams": merge_marks(gather_marks(self.run.accelerator, marks))}
+        return {"streams": merge_marks(gather(self.run.accelerator, marks))}
+
+    def _list_bad(self) -> None:
+        """Add the rows that any process left out to the file."""
+        for part in gather(self.run.accelerator, self.bad):
+            self.bad |= part
+        rows = {place: reason for place, reason in self.bad.items() if place not in self.listed}
+        if rows and self.run.accelerator.is_main_process:
+            with self.file.open("a", encoding="utf-8") as file:
+                for place, reason in rows.items():
+                    file.write(json.dumps({"place": place, "reason": reason}, ensure_ascii=False) + "\n")
+        self.listed |= rows.keys()
+        self.bad = {}
+
+    def close(self) -> None:
+        """Say what was left out. Called by all processes."""
+        self._list_bad()
+        parts = gather(self.run.accelerator, self.counts)
+        # Where lengths differ, all processes read all rows
+        counts = sum(parts, Counter()) if self.run.data[0].is_even else parts[0]
+        for reason, count in counts.items():
+            self.run.say(f"left out in this session: {format_count(count, 'row')}, {reason}")
+        if self.listed:
+            self.run.say(f"{format_count(len(self.listed), 'row')} with a fault, left out so far: {self.file}")
 
 
-def gather_marks(accelerator: Any, marks: dict[int, list[int]]) -> list[dict[int, list[int]]]:
-    """Gather the places that each process knows."""
-    return list(gather_object([marks])) if accelerator.num_processes > 1 else [marks]
+def _list_held_out(train: Any) -> list[Problem]:
+    """List the rows of the held-out files that were left out."""
+    return [problem for report in train.row_reports for problem in report.bad]
+
+
+def gather(accelerator: Any, value: Any) -> list[Any]:
+    """Gather what each process knows."""
+    return list(gather_object([value])) if accelerator.num_processes > 1 else [value]
 
 
 def merge_marks(parts: Sequence[dict[int, list[int]]]) -> dict[str, list[int]]:

@@ -9,10 +9,13 @@ import dataclasses
 import fractions
 import functools
 import hashlib
+import itertools
 import math
+import pickle
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -51,6 +54,10 @@ class Mark(NamedTuple):
     used: int = 0
 
 
+class LeftOut(str):
+    """Says by which rule of the recipe a row is left out; it comes in the place of the row."""
+
+
 class Taken(NamedTuple):
     """A sample, and the places of the rows of which it is made."""
 
@@ -86,10 +93,10 @@ class Source:
         read: reads their rows.
         name: in messages.
         weight: share of the samples of a mixture, relative to the others.
-        convert: makes of rows, each with its place, what `assemble` takes, as many; None in place of a row leaves it out,
-            a `BadRow` is a fault.
+        convert: makes of rows, each with its place, what `assemble` takes, as many; a `LeftOut` in place of a row leaves it
+            out, a `BadRow` is a fault.
         assemble: makes samples.
-        keep: what of a row stays in the buffer; None: it has no visible character.
+        keep: what of a row stays in the buffer, or a `LeftOut` or `BadRow`.
         on_bad_row: refuse: a row or shard that cannot be used ends the run; skip: it is left out, which a line says.
     """
 
@@ -114,12 +121,16 @@ class Rows:
 
     Attributes:
         head: epoch, turn and offset behind the row that was read last.
-        left_out: reasons -> rows that were left out so far; of this process.
+        bad: place -> reason of rows and shards with a fault that were left out; of this process.
+        new: of these, those that `Streams.take_left_out` has not taken.
+        counts: reason -> rows that a rule of the recipe left out, since it was taken.
     """
 
     def __init__(self, source: Source, number: int, num_streams: int, seed: int):
         self.source, self.number, self.num_streams, self.seed = source, number, num_streams, seed
-        self.left_out: Counter[str] = Counter()
+        self.bad: dict[str, str] = {}
+        self.new: list[tuple[str, str]] = []
+        self.counts: Counter[str] = Counter()
         self.head = (0, 0, 0)
 
     def _find_shard(self, epoch: int, turn: int) -> Shard | None:
@@ -138,10 +149,7 @@ class Rows:
             shard = self._find_shard(epoch, turn)
             if shard is None:
                 if not num_rows and turn:
-                    raise UsageError(
-                        f"{self.source.name}: the shards of stream {self.number} hold no row that can be used in a whole "
-                        "epoch: give other shards, or fewer streams (--num_streams)"
-                    )
+                    self.refuse_all()
                 self.head, num_rows = (epoch + 1, 0, 0), 0
                 yield None
                 continue
@@ -149,23 +157,43 @@ class Rows:
                 for end, place, values in self.source.read(shard, offset):
                     self.head = epoch, turn, end
                     row = values if isinstance(values, BadRow) else self.source.keep(values)
-                    if isinstance(row, BadRow):
+                    if isinstance(row, BadRow | LeftOut):
                         self.leave_out(place, row)
-                    elif row is not None:
+                    else:
                         num_rows += 1
                         yield place, row
             except DamagedShard as error:
-                self.leave_out("", f"{error}; the rest of it is not read")
+                text = str(error).removeprefix(f"shard {shard.name} is ")
+                self.leave_out(f"shard {shard.name}", BadRow(f"{text}; the rest of it is not read"))
             self.head = epoch, turn + 1, 0
 
-    def leave_out(self, place: str, why: str) -> None:
-        """Leave out a row, and say so once; or raise UsageError, where the source refuses such rows."""
-        text = f"{place}: {why}" if place else why
+    def refuse_all(self) -> NoReturn:
+        """Raise a UsageError: no row can be used."""
+        raise UsageError(
+            f"{self.source.name}: the shards of stream {self.number} hold no row that can be used in a whole epoch"
+            f"{''.join(f', {count:,} of them: {reason}' for reason, count in self.counts.most_common(1))}: give other shards, "
+            "or fewer streams (--num_streams)"
+        )
+
+    def leave_out(self, place: str, why: "BadRow | LeftOut") -> None:
+        """Leave out a row: count it, where a rule asks for that. Of a fault say so, once; or raise UsageError, where the source
+        refuses such rows."""
+        if isinstance(why, LeftOut):
+            self.counts[why] += 1
+            return
         if self.source.on_bad_row == "refuse":
-            raise UsageError(f"{text.rstrip('.')}; --on_bad_row skip leaves out what cannot be used")
-        if not self.left_out[text]:  # once, also where the stream went back
-            warn(f"left out: {text}")
-        self.left_out[text] += 1
+            raise UsageError(describe_refusal(place, why))
+        reason = why.removeprefix(place).removeprefix(":").strip()  # it may begin with the place
+        if place not in self.bad:  # once, also where the stream went back
+            self.bad[place] = reason
+            self.new.append((place, reason))
+            warn(f"left out: {place}: {reason}")
+
+
+def describe_refusal(place: str, why: str) -> str:
+    """Say why a row ends the run, and what leaves it out."""
+    reason = why.removeprefix(place).removeprefix(":").strip().rstrip(".")
+    return f"{place}: {reason}; --on_bad_row skip leaves out what cannot be used"
 
 
 class Stream:
@@ -185,7 +213,7 @@ class Stream:
         self.first, self.index, self.filling, self.row, self.used = mark, mark.done, mark.filling, mark.row, mark.used
         self._begin = (mark.epoch, mark.turn, mark.offset)  # of the buffer
         self._coming = self.rows.read(self._begin)
-        self._buffer: list[tuple[str, Any]] = []
+        self._buffer: list[tuple[str, bytes]] = []  # places and rows, packed
         self._order = np.zeros(0, np.int64)
         self._converted: dict[int, Any] = {}
         self.places: list[str] = []
@@ -204,35 +232,55 @@ class Stream:
 
     def peek(self) -> Any:
         """Return the next row, as converted; one that is left out is passed over."""
+        last_epoch = self._begin[0] + 2
         while True:
             if not self._buffer:
                 self._fill()
+            if self._begin[0] > last_epoch:
+                self.rows.refuse_all()
             if self.row == len(self._buffer):
                 self.filling, self.row = self.filling + 1, 0
                 self._begin = self.rows.head
                 self._buffer = []
                 continue
             if self.row not in self._converted:
-                numbers = range(self.row, min(self.row + CHUNK, len(self._buffer)))
-                rows = [self._buffer[self._order[number]] for number in numbers]
+                numbers = self._find_group(self.row)
+                rows = [self._unpack(number) for number in numbers]
                 self._converted = dict(zip(numbers, self.rows.source.convert(rows), strict=True))
             value, place = self._converted[self.row], self._buffer[self._order[self.row]][0]
-            if value is not None and not isinstance(value, BadRow):
-                if not self.places or self.places[-1] != place:
-                    self.places.append(place)
-                return value
-            if isinstance(value, BadRow):
+            if isinstance(value, BadRow | LeftOut):
                 self.rows.leave_out(place, value)
-            self.advance()
+                self.advance()
+                continue
+            if not self.places or self.places[-1] != place:
+                self.places.append(place)
+            return value
+
+    def _find_group(self, row: int) -> range:
+        """Find the rows that are converted with a row: the same ones wherever a session began; the last group is larger."""
+        size = len(self._buffer)
+        last = max(0, size // CHUNK - 1)
+        group = min(row // CHUNK, last)
+        return range(group * CHUNK, size if group == last else (group + 1) * CHUNK)
+
+    def list_neighbours(self) -> list[Any]:
+        """List the rows, as converted, that were converted with the next one, without it: 15 to 30 of a buffer that has as
+        many. `peek` comes first."""
+        rows = [value for number, value in self._converted.items() if number != self.row]
+        return [value for value in rows if not isinstance(value, BadRow | LeftOut)]
 
     def advance(self) -> None:
         """Go to the next row."""
         self.row, self.used = self.row + 1, 0
 
+    def _unpack(self, number: int) -> tuple[str, Any]:
+        place, packed = self._buffer[self._order[number]]
+        return place, pickle.loads(zlib.decompress(packed))
+
     def _fill(self) -> None:
         for row in self._coming:
-            if row is not None:
-                self._buffer.append(row)
+            if row is not None:  # a text shrinks to a third, in a tenth of the time that tokenizing it takes
+                self._buffer.append((row[0], zlib.compress(pickle.dumps(row[1]), 1)))
             # A buffer holds no rows of two epochs: so each epoch has every row once
             if len(self._buffer) == self.buffer_size or (row is None and self._buffer):
                 break
@@ -317,14 +365,28 @@ class Streams:
             if stream.index > index:
                 return taken
 
+    def take_left_out(self) -> tuple[list[tuple[str, str]], Counter[str]]:
+        """Take what was left out since the last call: places and reasons of faults, and reasons of rules -> rows."""
+        bad, counts = [], Counter[str]()
+        for stream in itertools.chain.from_iterable(self.streams):
+            bad += stream.rows.new
+            counts += stream.rows.counts
+            stream.rows.new, stream.rows.counts = [], Counter()
+        return bad, counts
+
     def list_marks(self) -> dict[int, list[int]]:
-        """List the places of all streams that have been read here: number -> integers of `Mark`."""
-        return {
-            self._firsts[source] + stream.rows.number: list(stream.mark)
-            for source, streams in enumerate(self.streams)
-            for stream in streams
-            if stream.index
-        }
+        """List the places of all streams that have been read here: number -> integers of `Mark`.
+
+        A stream that went back behind the place at which a session began is listed with that place.
+        """
+        found = {}
+        for source, streams in enumerate(self.streams):
+            for stream in streams:
+                number = self._firsts[source] + stream.rows.number
+                mark = max(self._starts.get(number, Mark()), stream.mark, key=lambda mark: mark.done)
+                if mark.done:
+                    found[number] = list(mark)
+        return found
 
     def seek(self, marks: Mapping[int, Sequence[int]]) -> None:
         """Go to the places that `list_marks` listed, perhaps on other processes; streams that are not among them begin anew."""

@@ -3,13 +3,15 @@
 import dataclasses
 
 from samestep.recipe.recipe import Parts, register
+from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import NOT_NEGATIVE, PROBABILITY, setting
 from samestep.recipe.tasks.bert import BertRecipe
+from samestep.recipe.tasks.streamed import StreamedTexts
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BertPretraining(BertRecipe, TextPretraining):
+class BertPretraining(StreamedTexts, BertRecipe, TextPretraining):
     """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
 
     # Data
@@ -24,6 +26,14 @@ class BertPretraining(BertRecipe, TextPretraining):
         "weight of the masked-token loss (mean over the step's masked tokens)", NOT_NEGATIVE
     )
     nsp_loss_weight: float = setting("weight of the next-sentence loss (mean over the step's pairs)", NOT_NEGATIVE)
+
+    rules = rows(
+        Rule(
+            lambda f: f.streaming and f.shuffle_buffer_size == 1 and f.next_sentence_probability < 1,
+            "shuffle_buffer_size is 1, but the second segment of a pair may come from another document of the buffer",
+            "raise it, or set next_sentence_probability to 1",
+        ),
+    )
 
     @property
     def loss_weights(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import FRACTION, LAYERS, LENGTH, POSITIVE, VOCABULARY, WIDTH, choice, limit, setting
 from samestep.recipe.tasks.decoder import SHAPE, list_adapter_rules, list_decoder_rules, list_shape_rules
+from samestep.recipe.tasks.streamed import StreamedTexts
 
 BUILTIN = "builtin/python_docs_pairs"
 SIZES = (
@@ -16,7 +17,7 @@ SIZES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbeddingTraining(Recipe):
+class EmbeddingTraining(StreamedTexts, Recipe):
     """Contrastive training of embeddings: a query's own text among the texts of all samples of a step."""
 
     extra: ClassVar[str | None] = "text"

@@ -6,11 +6,12 @@ from typing import Any
 from samestep.recipe.recipe import Parts, register
 from samestep.recipe.rules import Rule, is_at_most, rows
 from samestep.recipe.settings import LAYERS, LENGTH, POSITIVE, PROBABILITY, WIDTH, limit, setting
+from samestep.recipe.tasks.streamed import StreamedTexts
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModernBertPretraining(TextPretraining):
+class ModernBertPretraining(StreamedTexts, TextPretraining):
     """ModernBERT pretraining: masked language modelling on runs of sentences, without next-sentence prediction."""
 
     # Data

@@ -19,6 +19,7 @@ from samestep.recipe.settings import (
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES
 from samestep.recipe.tasks.decoder import list_adapter_rules, list_shape_rules
 from samestep.recipe.tasks.freezing import FREEZE
+from samestep.recipe.tasks.streamed import StreamedTexts
 
 DRAWN = {"builtin/spelled_dates_and_numbers": "text", "builtin/spoken_digits": "speech"}
 """Datasets that are drawn, and what their sources are."""
@@ -39,7 +40,7 @@ MAY_BE_NULL = ("num_decoder_layers", "max_position_embeddings", "tie_word_embedd
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seq2SeqFineTuning(Recipe):
+class Seq2SeqFineTuning(StreamedTexts, Recipe):
     """Training of a model with an encoder and a decoder, all of it or adapters (LoRA), on pairs of sequences."""
 
     extra: ClassVar[str | None] = "text"
@@ -161,6 +162,11 @@ class Seq2SeqFineTuning(Recipe):
             lambda f: f.modality == "speech" and f.max_source_length % POSITIONS_PER_SECOND,
             f"max_source_length is {{f.max_source_length}}, but speech is padded to whole seconds of {POSITIONS_PER_SECOND}",
             f"set it to a multiple of {POSITIONS_PER_SECOND}",
+        ),
+        Rule(
+            lambda f: f.streaming and f.modality == "speech",
+            "modality is speech, but streaming is true, and only texts are streamed",
+            "set streaming to false",
         ),
         Rule(
             lambda f: f.modality == "speech" and f.source_prefix,

@@ -44,7 +44,12 @@ class StreamedTexts(Recipe):
             "give validation_file, or set validation_fraction to 0",
         ),
         Rule(
-            lambda f: f.streaming and f.tokenizer_name is None and f.model_name_or_path is None,
+            lambda f: f.streaming and f.splits_dataset,
+            "validation_split_name is set, but streaming is true, and held-out rows are read whole from files",
+            "give validation_file, or set validation_split_name to null",
+        ),
+        Rule(
+            lambda f: f.streaming and not f.names_tokenizer,
             "tokenizer_name is null, but streaming is true, and no tokenizer is trained on a stream",
             "set tokenizer_name",
         ),
@@ -59,6 +64,16 @@ class StreamedTexts(Recipe):
             "set fault_tolerance to restart",
         ),
     )
+
+    @property
+    def names_tokenizer(self) -> bool:
+        """A fact, for the rules: whether a tokenizer is loaded, by its name or from the folder of the weights."""
+        return any(getattr(self, name, None) is not None for name in ("tokenizer_name", "model_name_or_path"))
+
+    @property
+    def splits_dataset(self) -> bool:
+        """A fact, for the rules: whether a split of a dataset is held out."""
+        return getattr(self, "validation_split_name", None) is not None
 
     def decisive_fields(self) -> dict[str, Any]:
         fields = super().decisive_fields()

@@ -7,10 +7,11 @@ from samestep.recipe.recipe import Parts, register
 from samestep.recipe.rules import Rule, rows
 from samestep.recipe.settings import FRACTION, VOCABULARY, setting
 from samestep.recipe.tasks.bert import BertRecipe
+from samestep.recipe.tasks.streamed import StreamedTexts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextClassification(BertRecipe):
+class TextClassification(StreamedTexts, BertRecipe):
     """Fine-tuning BERT: a label, or a number, of a text or a pair of texts."""
 
     extra: ClassVar[str | None] = "text"
@@ -49,6 +50,11 @@ class TextClassification(BertRecipe):
             lambda f: f.text_pair_column is not None and f.text_column is None,
             "text_pair_column is set, but text_column is not",
             "name both, or neither",
+        ),
+        Rule(
+            lambda f: f.streaming and f.num_labels is None and f.validation_file is None,
+            "num_labels is null, but streaming is true, and labels of a stream cannot be counted before",
+            "give a validation_file that has all classes, or num_labels (of N classes the labels are 0 to N - 1)",
         ),
         Rule(lambda f: not f.metrics, "metrics is empty", "name at least one, for example accuracy"),
     )
