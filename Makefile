@@ -57,9 +57,9 @@ train-embeddings: venv ## learn to find what belongs to a sentence of Python's d
 		scripts/train_embeddings.py --recipe embeddings_small_cpu --per_device_train_batch_size 32 --eval_steps 27 \
 		--output_dir runs/embeddings_small_cpu --overwrite_output_dir
 
-finetune-seq2seq: venv ## learn to write dates and numbers in words as digits: 5 to 6 minutes on 2 cores, no download
+finetune-seq2seq: venv ## learn to write dates and numbers in words as digits: at most 5 minutes on 2 cores, no download
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
-		scripts/finetune_seq2seq.py --recipe seq2seq_small_cpu --per_device_train_batch_size 64 --eval_steps 260 \
+		scripts/finetune_seq2seq.py --recipe seq2seq_small_cpu --per_device_train_batch_size 32 --eval_steps 1000 \
 		--num_generations 500 --output_dir runs/seq2seq_small_cpu --overwrite_output_dir
 
 finetune-images: venv ## teach a tiny LLaVA to answer questions about drawn images: minutes on 2 cores, no download

@@ -52,6 +52,7 @@ RECIPES = {
     "finetune_reviews_cpu": ("finetune_classifier", ("eval_loss", "eval_accuracy")),
     "gpt2_shakespeare_char_cpu": ("pretrain_gpt2", ("eval_loss", "eval_accuracy")),
     "embeddings_small_cpu": ("train_embeddings", ("eval_recall_at_1", "eval_recall_at_10", "eval_ndcg_at_10")),
+    "vlm_small_cpu": ("finetune_causal_lm", ("eval_loss", "eval_accuracy", "eval_exact_match")),
     "seq2seq_small_cpu": ("finetune_seq2seq", ("eval_loss", "eval_accuracy", "eval_exact_match")),
     "speech_small_cpu": (
         "finetune_seq2seq",
@@ -61,6 +62,7 @@ RECIPES = {
 FILES = {"finetune_reviews_cpu": "reviews", "gpt2_shakespeare_char_cpu": "shakespeare"}
 """Recipe -> flag that names its data, which no package holds."""
 FLAGS = {
+    "vlm_small_cpu": "--num_generations 300 --generation_length 16",
     "seq2seq_small_cpu": "--num_generations 1000",
     "speech_small_cpu": "--num_generations 500 --generation_metrics word_error_rate exact_match",
     "sft_small_cpu": "--num_generations 500 --generation_length 24",
@@ -74,6 +76,7 @@ REMARKS = {
     "finetune_small_cpu": "always naming the largest of 11 parts is right for 0.35",
     "sft_small_cpu": "exact match is of answers to 500 unseen prompts",
     "embeddings_small_cpu": "of 517 held-out pairs; by chance recall at 10 is 0.02",
+    "vlm_small_cpu": "exact match is of answers to 300 unseen questions about drawn images",
     "speech_small_cpu": "of 500 recordings of unseen sequences of digits",
     "seq2seq_small_cpu": "exact match is of 1,000 unseen dates and numbers",
     "dpo_small_cpu": "exact match is of answers to 200 unseen prompts, of the model of sft_small_cpu at first",

@@ -22,6 +22,9 @@ FETCHERS = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetche
 """Classes whose `fetch` makes each batch in the main process (torch 2.13). The `_next_index` of a `LoaderIterator` says which
 samples it takes, its `__next__` returns them."""
 
+MAX_BETWEEN = 8
+"""Nodes between a loss and the slice of its logits."""
+
 
 def get_dataset(iterator: LoaderIterator) -> Any:
     """Return the dataset that a loader's iterator draws from (torch 2.13, `_dataset`)."""
@@ -42,6 +45,43 @@ def find_table_rows(dataset: Any, numbers: list[int]) -> list[int]:
     if not hasattr(indices, "column"):
         return numbers
     return [indices.column(0)[number].as_py() for number in numbers]
+
+
+def find_targets(node: Any) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
+    """Find the targets that a node of a graph keeps for its backward: int64, and which of them count nothing, bool.
+
+    The third is the first place of a sample that the logits were cut to; None: no cut is found.
+
+    Those of `cross_entropy` and `nll_loss`, and of a `gather` of one number in each place of the last dimension, in which
+    programs pick log-probabilities, of 0 where nothing counts (torch 2.13, `_saved_target`, `_saved_ignore_index`,
+    `_saved_index`). None: there are none, or they are freed or changed by now.
+    """
+    name = node.name()
+    try:
+        if name.startswith("NllLoss"):
+            targets = node._saved_target
+            return targets, targets == node._saved_ignore_index, _find_first_place(node)
+        if name.startswith("GatherBackward"):
+            targets = node._saved_index
+            is_one = targets.ndim > 0 and targets.shape[-1] == 1
+            return (targets, targets <= 0, _find_first_place(node)) if is_one else None
+    except RuntimeError:  # torch's words for both
+        return None
+    return None
+
+
+def _find_first_place(node: Any) -> int | None:
+    """Find where the nearest slice of the second dimension, [samples, length, ...], begins that a node was computed of.
+
+    torch 2.13, `_saved_dim`, `_saved_start`; between them lie views, copies and the logarithm of the softmax.
+    """
+    for _ in range(MAX_BETWEEN):
+        node = node.next_functions[0][0] if node.next_functions else None
+        if node is None:
+            return None
+        if node.name().startswith("SliceBackward") and node._saved_dim == 1:
+            return node._saved_start
+    return None
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

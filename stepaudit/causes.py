@@ -300,6 +300,8 @@ KINDS = {
     ),
 }
 CAUSES = {name: cause.text for name, cause in KINDS.items()}
+DRAWS = "which draws from"
+"""Words of a place: a model draws from the generator of another library than torch."""
 # For the step, which is the same on every layout
 HARMLESS = {"reductions", "logged_loss", "no_targets", "untrained_stop", "media_tokens", "label_shift", "dead_part"}
 

@@ -8,6 +8,7 @@ the last state of an LSTM over padding does no harm as long as nothing is comput
 
 import contextlib
 import dataclasses
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -200,6 +201,20 @@ def fix_noise(seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def find_generator(compute: Callable[[], object]) -> str:
+    """Name the generator of another library from which a computation draws; empty: there is none.
+
+    Torch's own is not asked for: it tells nothing of what is drawn by sample, or is not used.
+    """
+    with fix_noise(1):
+        compute()
+        states = random.getstate(), pickle.dumps(np.random.get_state())
+    with fix_noise(1):
+        if states[1] != pickle.dumps(np.random.get_state()):
+            return "numpy.random"
+        return "random" if states[0] != random.getstate() else ""
 
 
 def _make_findings(cause: str, calls: list[Call], evidence: str) -> list[Finding]:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stepaudit.causes import Finding, list_names, select_first_findings
+from stepaudit.causes import DRAWS, Finding, list_names, select_first_findings
 from stepaudit.recording import MicroStep, Recording, Step
 from stepaudit.samples import (
     PREDICTION_TOLERANCE,
@@ -59,10 +59,11 @@ class Question:
     def place(self) -> str:
         return f"step {self.t + 1}"
 
-    @property
+    @cached_property
     def margin(self) -> float:
-        """Relative error within which a prediction is met."""
-        return max(PREDICTION_TOLERANCE, 10 * self.tolerance)
+        """Relative error within which a prediction is met: it leaves less than half of the error that it explains."""
+        error = relative(self.gradient - self.true_gradient, norm_of(self.true_gradient))
+        return max(PREDICTION_TOLERANCE, min(10 * self.tolerance, error / 2))
 
     @cached_property
     def k(self) -> int:
@@ -179,6 +180,11 @@ def _explain_suspects(q: Question) -> Findings:
 def _explain_facts(q: Question) -> Findings:
     is_mixed = any(finding.cause == "mixed_loss" for finding in q.facts)  # no sum: its size tells no tail
     return [*q.facts, *([] if is_mixed else q.tail)] or None
+
+
+def _explain_foreign_noise(q: Question) -> Findings:
+    """Name a model that draws from the generator of another library, for all samples of a micro-batch."""
+    return [finding for finding in q.facts if finding.cause == "dropout" and DRAWS in finding.where] or None
 
 
 def _explain_hooks(q: Question) -> Findings:
@@ -663,6 +669,7 @@ EXPLANATIONS = (
         _explain_all_terms,
         "so do weights of terms of the loss, of which there are more",
     ),
+    Explanation(_explain_foreign_noise, "a model may change its inputs in place by what it draws"),
     Explanation(lambda q: _as_list(explain_rows(q.reference, q.processes, q.t)), "other inputs have other gradients"),
     Explanation(lambda q: _as_list(explain_values(q.reference, q.processes, q.t)), "so do other numbers in other rows"),
     Explanation(_explain_drawing, "so does what collate draws for all rows"),

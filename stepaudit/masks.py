@@ -136,17 +136,19 @@ def count_tokens(tokens: torch.Tensor, ids: list[int]) -> int:
     return int(torch.isin(tokens, torch.tensor(ids, device=tokens.device)).sum()) if ids else 0
 
 
-def find_shift(inputs: torch.Tensor, labels: torch.Tensor, is_shifted: bool = False) -> str:
-    """Say what a place is trained on, where that is another token than the next one; empty: it is, or it cannot be told.
+def find_offset(inputs: torch.Tensor, labels: torch.Tensor, right: int = 0) -> int | None:
+    """Find how many places behind the next token the one lies that each place is trained on: 0, as it should be, 1 or -1.
 
     Args:
         inputs: int64 [samples, length], of a decoder.
         labels: int64 [samples, length], -100 where none is trained.
-        is_shifted: whether the inputs are one place later than the labels, as of a decoder behind an encoder.
+        right: places from a label to the same token of the inputs, as it should be.
+
+    Returns:
+        None: none of these, or it cannot be told.
     """
     if inputs.shape != labels.shape or labels.ndim != 2 or labels.shape[1] < 3:
-        return ""
-    right = int(is_shifted)
+        return None
 
     def fits(places: int) -> bool:
         """Tell whether each trained label is the input so many places behind it, where there is one."""
@@ -155,11 +157,25 @@ def find_shift(inputs: torch.Tensor, labels: torch.Tensor, is_shifted: bool = Fa
         is_trained = own != IGNORED
         return bool(is_trained.any() and (own == other)[is_trained].all())
 
-    if fits(right):
-        return ""
-    if fits(right + 1):
-        return "each place is trained on the token behind the next one"
-    return "each place is trained on the token that it reads" if fits(right - 1) else ""
+    return next((offset for offset in (0, 1, -1) if fits(right + offset)), None)
+
+
+def describe_shift(offset: int | None) -> str | None:
+    """Say what an offset of `find_offset` means; empty: nothing is wrong, None: it is unknown."""
+    texts = {0: "", 1: "each place is trained on the token behind the next one"}
+    texts[-1] = "each place is trained on the token that it reads"
+    return None if offset is None else texts[offset]
+
+
+def find_shift(inputs: torch.Tensor, labels: torch.Tensor, is_shifted: bool = False) -> str:
+    """Say what a place is trained on, where that is another token than the next one; empty: it is, or it cannot be told.
+
+    Args:
+        inputs: int64 [samples, length], of a decoder.
+        labels: int64 [samples, length], -100 where none is trained.
+        is_shifted: whether the inputs are one place later than the labels, as of a decoder behind an encoder.
+    """
+    return describe_shift(find_offset(inputs, labels, int(is_shifted))) or ""
 
 
 def _mark(tokenizer: Any, ids: torch.Tensor, is_trained: torch.Tensor) -> str:

@@ -10,10 +10,9 @@ from stepaudit._internals import tree_leaves
 from stepaudit.batches import describe_row, sum_hashes, to_plain
 from stepaudit.masks import count_tokens, find_shift, read_media_ids, read_stop_ids
 from stepaudit.recording import MicroStep
+from stepaudit.shifts import START, shifts_labels
 
 MAX_TENSORS, MAX_NUMBERS = 4, 10**6  # that are described beside the first one, and their largest size
-SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of models that shift labels themselves."""
 WRAPPERS: list[Any] = [DistributedDataParallel]
 """Classes of modules that hold the program's model as `module`; libraries that are watched add theirs."""
 Call = tuple[nn.Module, tuple, dict]
@@ -61,7 +60,7 @@ def _describe_inputs(
         micro_step.num_shifted = int((labels[..., 1:] != -100).sum()) if labels.ndim > 1 else None
         config = getattr(unwrap(module), "config", None)
         micro_step.num_media = count_tokens(labels[..., 1:], read_media_ids(config))
-        if "labels" in named_inputs and type(unwrap(module)).__name__.endswith(SHIFTING):
+        if "labels" in named_inputs and shifts_labels(unwrap(module)):
             micro_step.shift = _find_shift(named_inputs, config)
         stop_ids = read_stop_ids(config)
         inputs = named_inputs.get("input_ids")
@@ -82,7 +81,7 @@ def _find_shift(named_inputs: dict, config: Any) -> str:
         if inputs is not None:
             return find_shift(inputs, labels, is_shifted=True)
         is_start = labels.ndim == 2 and start is not None and bool((labels[:, 0] == start).all())
-        return "labels begin with decoder_start_token_id, which the model puts in front of them" if is_start else ""
+        return START if is_start else ""
     inputs = named_inputs.get("input_ids")
     return find_shift(inputs, labels) if isinstance(inputs, torch.Tensor) else ""
 

@@ -17,8 +17,17 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
+from stepaudit.causes import DRAWS
 from stepaudit.copies import copy_model, refuse_calls
-from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise, is_close, number_calls, record_calls
+from stepaudit.entrance import (
+    MAX_SAMPLES,
+    find_entrances,
+    find_generator,
+    fix_noise,
+    is_close,
+    number_calls,
+    record_calls,
+)
 from stepaudit.graph import list_nodes
 from stepaudit.micro_batch import has_restarts, names_owners
 
@@ -334,6 +343,11 @@ def _ask_copy(model: nn.Module, selection: "_RowSelection", output_numbers: set[
         facts = [["expert_balance", experts[0]]]
     if not facts and (name := _find_mixed_gradient(model, selection, output_numbers, samples)):
         facts = [["mixed_samples", f"{name}, whose gradient for a sample changes with other samples"]]
+    args, kwargs = selection.select(samples, keep_width=True)
+    if generator := find_generator(lambda: model(*args, **kwargs)):
+        # Of whatever number of samples, it draws other numbers: they differ for no other reason
+        draws = ["dropout", f"{type(model).__name__}, {DRAWS} {generator}"]
+        facts = [draws, *(fact for fact in facts if fact[0] not in ("mixed_samples", "dropout", "padding"))]
     return facts
 
 

@@ -30,6 +30,7 @@ from stepaudit.micro_batch import WRAPPERS, Call, describe_call, unwrap
 from stepaudit.precision import SHORT_DTYPES, compute_in_float32, name_dtype, note_autocast
 from stepaudit.reads import watch_reads
 from stepaudit.recording import MicroStep, Recording, Step
+from stepaudit.shifts import Shifts
 from stepaudit.terms import adds_up
 from stepaudit.track import Track
 
@@ -101,6 +102,8 @@ class _Following:
         self.stack = contextlib.ExitStack()
         self.libraries = Libraries()
         self.holding = Holding()
+        self.shifts = Shifts()
+        self.hook_lines: list[str] = []
         self.clips_fsdp = False  # whether the method of FSDP that clips is watched
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -180,6 +183,11 @@ class _Following:
             track, number = found
             track.assigned.add(number)
 
+    def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, nn.Parameter) and (line := find_line_of_program()) not in ["", *self.hook_lines]:
+            self.hook_lines.append(line)
+        return register(owner, *args, **kwargs)
+
     def _add_group(self, add: Callable, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         add(optimizer, *args, **kwargs)
         self.has_new_groups = True
@@ -224,7 +232,6 @@ class Recorder(_Following):
         self.open_averages: list[Step] = []  # steps behind which the averages were not looked at
         self.depth = self.num_children = 0
         self.has_called = self.is_synchronised = self.is_cut_off = False
-        self.hook_lines: list[str] = []
         self.follows_losses = False  # a schedule looks at losses, which must be those of parameters that move
 
     @property
@@ -307,6 +314,8 @@ class Recorder(_Following):
             self._follow_optimizers()  # here: while FSDP computes, its parameters are others
         elif is_outermost and not torch.is_grad_enabled() and not module.training:
             self.batches.evaluate()
+        if torch.is_grad_enabled() and not self.is_in_backward:
+            self.shifts.note(module, kwargs)
         self.depth += 1
         try:
             value = call(module, *args, **kwargs)
@@ -334,6 +343,7 @@ class Recorder(_Following):
             backward(tensors, *args, **kwargs)
             return
         self._begin_backward()
+        self.shifts.look(tensors)
         self.interview.leave_out_unused(tensors, self.calls)
         loss = tensors if isinstance(tensors, torch.Tensor) else None
         facts = self.interview.ask_loss(loss, self.calls, self.batches.count_pending_samples())
@@ -365,6 +375,7 @@ class Recorder(_Following):
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         if not any(id(p) in places for track in self.tracks for p in track.parameters):
             return grad(outputs, inputs, *args, **kwargs)
+        self.shifts.look(outputs)
         self.interview.leave_out_unused(outputs, self.calls)
         facts = self.interview.ask_loss(outputs, self.calls, self.batches.count_pending_samples())
         gradients = grad(outputs, inputs, *args, **kwargs)
@@ -424,6 +435,7 @@ class Recorder(_Following):
             micro_step.training_share = sum(modes) / len(modes) if modes else None
             micro_step.samples, micro_step.digests = used.samples, used.digests
             call = describe_call(micro_step, self.calls, used.batch)
+            micro_step.shift = micro_step.shift if self.shifts.found is None else self.shifts.found
             if call is not None:
                 self.interview.ask_num_items(micro_step, call)
 
@@ -489,11 +501,6 @@ class Recorder(_Following):
         self.open_averages.clear()
         for track in self.tracks:
             track.step.num_averages += has_changed
-
-    def _register_hook(self, register: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, nn.Parameter) and (line := find_line_of_program()) not in ["", *self.hook_lines]:
-            self.hook_lines.append(line)
-        return register(owner, *args, **kwargs)
 
     def _communicate(self, name: str, talk: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self.is_in_backward and self.calls:

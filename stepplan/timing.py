@@ -401,7 +401,7 @@ def step_time(
         optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N; with Muon `_orthogonalization`
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
-                         micro-batch: exposed are max(0, communication - backward) and the last bucket
+                         micro-batch: `reduce_in_buckets` says what is exposed
           sharded        two all-gathers of the weights (gathered_bytes each) and a reduce-scatter of the gradients in every
                          micro-batch, layer by layer; hidden behind the micro-batch except the first gather and the last
                          reduction
@@ -557,10 +557,37 @@ def _communication(
             reduction += all_reduce(peers, software.gradient_bytes * trained / num_shards, calibration)
         total = work.num_layers * (2 * gather + reduction)
         return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
-    num_bytes = software.gradient_bytes * work.trained
-    num_buckets = max(1, math.ceil(num_bytes / BUCKET)) if software.overlapped else 1  # adapters may match nothing
+    # Gradients that are not overlapped are one bucket, which begins when the backward ends
+    num_bytes, backward = software.gradient_bytes * work.trained, BACKWARD * seconds
+    size, hiding = (BUCKET, backward) if software.overlapped else (math.inf, 0.0)
+    total, exposed = reduce_in_buckets(hardware, num_bytes, hiding, calibration, size)
+    times = k if reduce_every_micro_batch else 1
+    return times * total, times * exposed
+
+
+def reduce_in_buckets(
+    hardware: Hardware,
+    num_bytes: float,
+    backward: float,
+    calibration: Calibration = CALIBRATION,
+    bucket_bytes: float = BUCKET,
+) -> tuple[float, float]:
+    """Compute the seconds of the sum of gradients in buckets, and how many of them the backward does not hide.
+
+        total    n t,   n = ceil(bytes / bucket) buckets of t = all_reduce(bytes / n)
+        exposed  max(t, total - backward (1 - 1 / n))
+
+    The first bucket begins when the backward has filled it, after 1 / n of its time, and the last when it ends, so that nothing
+    hides that one. `make bench NAME=overlap` measures both.
+
+    Args:
+        hardware: the processes, and what connects them.
+        num_bytes: bytes of all gradients.
+        backward: seconds of the last backward; 0: nothing is hidden.
+        calibration: other constants.
+        bucket_bytes: bytes that are reduced at once; infinity: all.
+    """
+    num_buckets = max(1, math.ceil(num_bytes / bucket_bytes))  # adapters may match nothing
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
-    total, times = num_buckets * bucket, k if reduce_every_micro_batch else 1  # seconds of a reduction, reductions
-    # The last bucket begins when the backward ends, so that nothing hides it
-    backward = BACKWARD * seconds if software.overlapped else 0.0
-    return times * total, times * min(total, max(0.0, total - backward) + bucket)
+    total = num_buckets * bucket
+    return total, max(bucket, total - backward * (1 - 1 / num_buckets))

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import sys
 import types
 
@@ -23,7 +24,7 @@ from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 from samestep import noise_by_sample
 from stepaudit import Cut, assert_same_step, audit_step, default_cuts
 from stepaudit import processes as process_runner
-from stepaudit.entrance import is_close
+from stepaudit.entrance import find_generator, is_close
 from stepaudit.errors import UsageError
 from stepaudit.loops import terms
 
@@ -712,3 +713,14 @@ def test_samples_and_losses_of_other_kinds_end_in_one_line(samples, loss, messag
     with pytest.raises(UsageError, match=message) as error_info:
         audit_step(Tagger(), samples, collate, loss)
     assert error_info.value.__suppress_context__ or error_info.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(np.random.rand, "numpy.random"), (random.random, "random"), (lambda: torch.rand(1), "")]
+)
+def test_generators_of_other_libraries_are_named(draw, name):
+    """And they are left as they are."""
+    before = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    assert find_generator(draw) == name
+    assert (random.getstate(), np.random.get_state()[2]) == before[:2]
+    assert before[2].equal(torch.get_rng_state())

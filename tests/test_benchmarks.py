@@ -37,6 +37,7 @@ SHORT = """
     noise --only cost --rounds 1 --precisions no
     noise_scale --only coverage --num_runs 1 --num_measurements 2 --problems even --layouts 0
     own_loops --only "ExactTrainer beside Trainer, BERT's two terms" --rounds 1
+    overlap --rounds 1 --links fast --pace 0.05
     reliability --kills 1 --damages 2
     routers --only global --rounds 1 --steps 4
     scaling --rounds 1

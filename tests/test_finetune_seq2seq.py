@@ -53,6 +53,7 @@ def pairs(tmp_path_factory):
 def folders(pairs, tmp_path_factory):
     """Of each family, a model of transformers with random weights, and a tokenizer."""
     changes = {"train_file": [str(pairs)], "validation_fraction": 0, "max_source_length": 48, "max_target_length": 32}
+    changes |= {"tokenizer": "characters", "vocab_size": 96}
     tokenizer = seq2seq.build(load("seq2seq_small_cpu", changes))[0].tokenizer
     found = {}
     for name, (model_type, shape, start) in FAMILIES.items():

@@ -32,6 +32,7 @@ PARTS = {
     "memory": ("docs/planner.md", "memory", "describe"),
     "modern": ("docs/optimizers.md", "modern", "part"),
     "muon": ("docs/optimizers.md", "muon", "part"),
+    "overlap": ("docs/overlap.md", "overlap", "part"),
     "stability": ("docs/first-runs.md", "stability", "part"),
     "templates": ("docs/chat-templates.md", "templates", "part"),
     "time": ("docs/planner.md", "timing", "describe"),

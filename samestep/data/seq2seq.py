@@ -398,8 +398,12 @@ def _choose_tokenizer(recipe: Seq2SeqFineTuning, rows: Dataset) -> PreTrainedTok
             columns.append(datasets.Dataset.from_dict({"text": [recipe.source_prefix]}))
         texts = datasets.concatenate_datasets(columns)
         assert recipe.vocab_size is not None  # as no weights decide it
-        kinds = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}
-        tokenizer = kinds[recipe.tokenizer](texts, recipe.vocab_size - 1)  # but for padding
+        # Digits are tokens of their own, as in chats: a number that was not seen is spelled by those that were
+        size = recipe.vocab_size - 1  # but for padding
+        if recipe.tokenizer == "byte_level_bpe":
+            tokenizer = train_byte_level_bpe(texts, size, splits_digits=True)
+        else:
+            tokenizer = train_characters(texts, size)
         tokenizer.add_special_tokens({"pad_token": PAD})
         end = tokenizer.eos_token
         template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])

@@ -29,20 +29,36 @@ HOME = Path(__file__).parent
 sys.path[:0] = [str(HOME), str(HOME.parents[1] / "benchmarks")]
 
 import arithmetic
+import asynchronous_claims
+import betas
 import moments
 import numpy
 import quadratic
 import report
+import second_order
+import small_batches
 import systems
 import torch
 import training_claims
 import transformers
-from harness import format_results
+from harness import format_results, write_part
 from report import PICTURES
 from verdicts import Experiment
 
-README = HOME / "README.md"
-MODULES = (arithmetic, quadratic, moments, systems, training_claims)
+README, DOCS = HOME / "README.md", HOME.parents[1] / "docs"
+PAGES = ("asynchronous",)
+"""Experiments whose verdicts are a part of the page of that name in docs/, too."""
+MODULES = (
+    arithmetic,
+    quadratic,
+    second_order,
+    moments,
+    systems,
+    small_batches,
+    training_claims,
+    betas,
+    asynchronous_claims,
+)
 EXPERIMENTS = {each.name: each for module in MODULES for each in module.EXPERIMENTS}
 
 
@@ -76,10 +92,16 @@ def file_of(experiment: Experiment, seed: int, folder: Path) -> Path:
 
 def stored(experiment: Experiment, seed: int, folder: Path) -> dict[str, Any] | None:
     """What was computed before by the same settings and code, or None."""
+    found = read(experiment, seed, folder)
+    return found if found is not None and found["fingerprint"] == fingerprint(experiment, seed) else None
+
+
+def read(experiment: Experiment, seed: int, folder: Path) -> dict[str, Any] | None:
+    """What was computed before, by whatever code, or None."""
     try:
         found = json.loads(file_of(experiment, seed, folder).read_text(encoding="utf-8"))
-        return found if found["fingerprint"] == fingerprint(experiment, seed) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return found if {"fingerprint", "result"} <= found.keys() else None
+    except (OSError, ValueError, AttributeError):
         return None
 
 
@@ -144,6 +166,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="of every experiment with random numbers, 2 or more")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cores")
     parser.add_argument("--fresh", action="store_true", help="compute again what is there")
+    parser.add_argument(
+        "--write", action="store_true", help="only write what all results say, those of older code, too"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny settings, to try the program; numbers mean nothing")
     parser.add_argument("--results", type=Path, default=HOME / "results", help="folder")
     parser.add_argument("--document", type=Path, default=HOME / "claims.md", help="pictures/ goes beside it")
@@ -169,10 +194,11 @@ def main(argv: list[str]) -> None:
     units = [(name, seed) for name, each in experiments.items() for seed in seeds_of(each, arguments.seeds)]
 
     def have(name: str, seed: int) -> dict[str, Any] | None:
-        return stored(experiments[name], seed, arguments.results)
+        return (read if arguments.write else stored)(experiments[name], seed, arguments.results)
 
     wanted = [unit for unit in units if not arguments.only or unit[0] in arguments.only]
-    compute_all([unit for unit in wanted if arguments.fresh or have(*unit) is None], arguments)
+    if not arguments.write:
+        compute_all([unit for unit in wanted if arguments.fresh or have(*unit) is None], arguments)
     found = {name: [have(of, seed) for of, seed in units if of == name] for name in experiments}
     found = {name: None if None in files else files for name, files in found.items()}
     write(experiments, found, arguments.document)
@@ -180,6 +206,9 @@ def main(argv: list[str]) -> None:
         before, rest = README.read_text(encoding="utf-8").split(report.BEGIN)
         table = report.BEGIN + report.believed(experiments, found) + report.END
         README.write_text(before + table + rest.split(report.END)[1], encoding="utf-8")
+        for name in PAGES:
+            if found[name] is not None:
+                write_part(DOCS / f"{name}.md", name, report.part(experiments[name], found[name]))
 
 
 def write(experiments: dict[str, Experiment], found: dict[str, list[dict] | None], document: Path) -> None:

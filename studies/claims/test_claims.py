@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 HOME = Path(__file__).parent
 CHEAP = ["indicator", "division", "wells"]
@@ -27,6 +28,12 @@ def claims():
         "systems",
         "training",
         "training_claims",
+        "language",
+        "asynchronous",
+        "asynchronous_claims",
+        "betas",
+        "second_order",
+        "small_batches",
         "report",
         "study",
     )
@@ -172,6 +179,156 @@ def test_second_moments_measure_what_theory_says(claims):
         assert of[variant]["v"][0] == pytest.approx(m.theory(variant, np.array([1.0]), 4)[0], rel=0.1)
 
 
+TINY = {"characters": 20, "width": 8, "heads": 2, "length": 6, "b": 2, "held_out": 2, "micro_steps": 20, "rate": 0.5}
+
+
+def last(claims, row, **changes) -> torch.Tensor:
+    """Train one row: the digest stands for its last parameters."""
+    return claims.language.train([row], TINY | changes, 0)
+
+
+def test_a_worker_alone_trains_as_torchs_optimizers_do(claims):
+    language = claims.language
+    for name in ("sgd", "adamw"):
+        lot = language.Rows(TINY, 0)
+        model = lot.model
+        options = (
+            {"lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.99)} if name == "adamw" else {"lr": 0.0, "momentum": 0.9}
+        )
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
+        optimizer = kind(model.parameters(), **options, **({"dampening": 0.9} if name == "sgd" else {}))
+        for step in range(TINY["micro_steps"]):
+            rate = TINY["rate"] * min(1.0, (step + 1) / (TINY["micro_steps"] / 10))
+            optimizer.param_groups[0]["lr"] = rate * (0.01 if name == "adamw" else 1.0)
+            tokens = lot.draw(TINY["b"], 0, lot.train_until)
+            logits = model(tokens[:, :-1]).flatten(0, 1)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+            if name == "sgd" and step == 0:  # torch's first momentum is the whole gradient
+                for parameter in model.parameters():
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            optimizer.step()
+        with torch.no_grad():
+            loss = float(lot.loss(torch.nn.utils.parameters_to_vector(model.parameters()), lot.held_out))
+        curves, _ = last(claims, language.Row(1.0, name, beta2=0.99))
+        assert curves[0][-1] == pytest.approx(loss, abs=2e-4)
+        assert curves[0][0] - curves[0][-1] > 0.01
+
+
+def test_stale_gradients_are_those_of_the_parameters_that_the_worker_read(claims):
+    """Three workers in turn: theta(t + 1) = theta(t) - rate m, m from the gradient at theta(t - 2)."""
+    language = claims.language
+    short = TINY | {"micro_steps": 20}
+    lot = language.Rows(short, 0)
+    path, m = [lot.first[None]], torch.zeros_like(lot.first[None])
+    for step in range(20):
+        used = path[max(0, step - 2)]
+        g, _ = lot.gradients(used, lot.draw(TINY["b"], 0, lot.train_until))
+        m = 0.9 * m + 0.1 * g
+        path.append(path[-1] - TINY["rate"] * min(1.0, (step + 1) / 2) * m)
+    told = float(lot.losses(path[-1], lot.held_out)[0])
+    curves, _ = last(claims, language.Row(1.0, workers=3))
+    alone, _ = last(claims, language.Row(1.0))
+    assert curves[0][-1] == pytest.approx(told, abs=2e-4)
+    assert abs(alone[0][-1] - told) > 1e-3
+
+
+def test_corrections_are_what_their_equations_say(claims):
+    language = claims.language
+    theta, g, moved = torch.tensor([[1.0]]), torch.tensor([[2.0]]), torch.tensor([[0.5]])
+
+    def step(row, staleness: float) -> float:
+        update = language.Update([row], theta)
+        return float(1.0 - update(theta, g, moved, torch.tensor([staleness]), 1.0, torch.tensor([True])))
+
+    plain = step(language.Row(1.0), 4.0)
+    assert plain == pytest.approx(0.1 * 2.0)  # (1 - beta) g
+    assert step(language.Row(1.0, correction="rate"), 4.0) == pytest.approx(plain / 4)
+    assert step(language.Row(1.0, correction="rate"), 0.0) == pytest.approx(plain)
+    # mean square 0.05 g^2; g + 2 / sqrt(0.2) g^2 moved
+    told = 0.1 * (2.0 + 2 / 0.2**0.5 * 4.0 * 0.5)
+    assert step(language.Row(1.0, correction="compensated"), 4.0) == pytest.approx(told, rel=1e-5)
+
+
+def test_workers_that_wait_take_the_step_of_the_mean_gradient(claims):
+    """Two that wait, with 2 sequences each, are one with the 4: the same samples in the same order."""
+    row = claims.language.Row(1.0, workers=2, waiting=True)
+    waiting, _ = last(claims, row, held_out=8)
+    alone, _ = last(claims, claims.language.Row(1.0), held_out=8)
+    assert waiting[0][1::2] != alone[0][1::2]
+    lot = claims.language.Rows(TINY | {"held_out": 8}, 0)
+    theta, m = lot.first[None], torch.zeros_like(lot.first[None])
+    for update in range(10):
+        tokens = torch.cat([lot.draw(2, 0, lot.train_until) for _ in range(2)])
+        m = 0.9 * m + 0.1 * lot.gradients(theta, tokens)[0]
+        theta = theta - TINY["rate"] * min(1.0, (2 * update + 2) / 2) * m
+    assert waiting[0][-1] == pytest.approx(float(lot.losses(theta, lot.held_out)[0]), abs=2e-4)
+
+
+def test_a_training_is_repeated_to_the_bit_and_arrivals_decide_it(claims):
+    row = claims.language.Row(1.0, workers=4)
+    (_, first), (_, again) = last(claims, row), last(claims, row)
+    assert first == again
+    assert last(claims, dataclasses.replace(row, order="at random"))[1] != first
+    steps = claims.language.arrivals([row, dataclasses.replace(row, order="at random")], 400, 0)
+    assert steps[:, 0].tolist() == [0, 1, 2, 3] * 100
+    assert 70 < min(np.bincount(steps[:, 1])) <= max(np.bincount(steps[:, 1])) < 130
+
+
+def test_random_arrivals_are_momentum_and_turns_are_not(claims):
+    found = claims.asynchronous.implicit_momentum({"chains": 2000, "path": 60}, 0)
+    assert found["5 workers, at random"] < 0.01 < found["5 workers, in turn"]
+
+
+def test_who_waits_for_nobody_gains_by_scatter_alone(claims):
+    found = claims.asynchronous.speeds({"scatter": [0.0, 0.5], "draws": 4000}, 0)
+    assert found["scatter 0, 9 workers"]["waiting"] == pytest.approx(found["scatter 0, 9 workers"]["free"])
+    assert found["scatter 0.5, 9 workers"]["waiting"] > 1.5 * found["scatter 0.5, 9 workers"]["free"]
+    assert found["one half as fast, 2 workers"] == {"waiting": 1.0, "free": pytest.approx(2 / 3)}
+
+
+def test_a_loss_is_reached_between_the_points_of_a_curve_or_never(claims):
+    until = claims.asynchronous_claims.tokens_until
+    assert until([3.0, 2.0], 2.5, first=4.0) == 0.75
+    assert until([3.0, 2.0], 3.5, first=4.0) == 0.25
+    assert until([3.0, 2.0], 1.9, first=4.0) == claims.asynchronous_claims.NEVER
+
+
+def test_rules_for_coefficients_keep_what_they_promise(claims):
+    rules = claims.betas.RULES
+    assert rules["b^k"](0.9, 4) == pytest.approx(0.6561)
+    assert rules["b^(1/k)"](0.9, 4) ** 4 == pytest.approx(0.9)
+    distances = {name: claims.betas.path_distance(rule(0.9, 4), claims.betas.SETTINGS) for name, rule in rules.items()}
+    assert min(distances, key=distances.__getitem__) in ("b^k", "1 - k (1 - b)")
+    assert distances["b^k"] < 0.05 < distances["1 - (1 - b) / k"]
+
+
+def test_the_natural_gradient_is_told_from_a_mean(claims):
+    settings = claims.second_order.EXPERIMENTS[0].settings | {"runs": 400, "k": [4], "many": 2000}
+    of = claims.second_order.natural(settings, 0)
+    assert of["power"]["natural 4"] == pytest.approx(-1, abs=0.1)
+    assert of["power"]["accumulated 4"] == pytest.approx(0, abs=0.1)
+    assert of["fisher"]["1 sample, at the minimum"] < 0.3 < of["fisher"]["8 samples, at the minimum"]
+
+
+def test_batch_normalisation_in_pieces_is_that_of_micro_batches(claims):
+    """Outputs, gradients, and running statistics: the mean of those of the micro-batches."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 3, 4, 4, dtype=torch.float64)
+    pieces = claims.small_batches.Pieces(3, 4).double()
+    usual = torch.nn.BatchNorm2d(3).double()
+    whole, one_by_one = pieces(x), torch.cat([usual(part) for part in x.split(4)])
+    torch.testing.assert_close(whole, one_by_one)
+    (weight,) = torch.autograd.grad((whole**3).sum(), [pieces.weight])
+    torch.testing.assert_close(weight, torch.autograd.grad((one_by_one**3).sum(), [usual.weight])[0])
+    means = torch.stack([part.mean((0, 2, 3)) for part in x.split(4)])
+    torch.testing.assert_close(pieces.running_mean, 0.1 * means.mean(0))
+    torch.testing.assert_close(
+        pieces.eval()(x[:1]),
+        (x[:1] - pieces.running_mean.view(1, 3, 1, 1)) / (pieces.running_var.view(1, 3, 1, 1) + pieces.eps).sqrt(),
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The program
 
@@ -214,6 +371,19 @@ def test_results_are_reused_unless_settings_or_code_changed(claims, tried, tmp_p
     assert calls == [0, 1, 1, 0, 1, 0, 1]
     tried("--fresh", only=["division"])
     assert len(calls) == 9
+
+
+def test_documents_are_written_of_results_of_older_code_if_that_is_said(claims, tried, tmp_path):
+    tried(only=["division"])
+    path = tmp_path / "results" / "division-0.json"
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('"fingerprint": "', '"fingerprint": "older '), encoding="utf-8"
+    )
+    before = path.read_text(encoding="utf-8")
+    assert "`division`" not in tried("--write", only=["division"]).split("Not run yet")[1].split("\n")[0]
+    assert path.read_text(encoding="utf-8") == before
+    path.unlink()
+    assert "`division`" in tried("--write", only=["division"]).split("Not run yet")[1].split("\n")[0]
 
 
 def test_comments_do_not_count_as_code(claims):
@@ -261,6 +431,10 @@ def test_the_committed_document_shows_the_committed_results(claims):
     assert shown(claims.study.README.read_text(encoding="utf-8"), claims.report) == claims.report.believed(
         claims.study.EXPERIMENTS, found
     )
+    for name in claims.study.PAGES:
+        page = (claims.study.DOCS / f"{name}.md").read_text(encoding="utf-8")
+        shown_part = page.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->")[0]
+        assert shown_part == claims.report.part(claims.study.EXPERIMENTS[name], found[name])
     for name, files in found.items():
         for picture in claims.study.EXPERIMENTS[name].pictures if files else ():
             assert 0 < (HOME / "pictures" / picture).stat().st_size < 150_000

@@ -11,8 +11,8 @@ from torch import nn
 VOCAB = 64
 
 
-def flags():
-    p = argparse.ArgumentParser()
+def flags(*parents):
+    p = argparse.ArgumentParser(parents=parents)
     p.add_argument("--per_device_train_batch_size", type=int, default=8)
     p.add_argument("--gradient_accumulation_steps", type=int, default=1)
     a = p.parse_args()

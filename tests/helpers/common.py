@@ -66,7 +66,8 @@ TINY_EMBEDDINGS = (
 ).split()
 TINY_SEQ2SEQ = (
     "--recipe seq2seq_small_cpu --num_train_samples 40 --num_validation_samples 12 --hidden_size 16 --num_hidden_layers 2 "
-    "--num_attention_heads 2 --intermediate_size 32 --learning_rate 5e-3 --max_grad_norm 0.2 --num_train_epochs none "
+    "--tokenizer characters --vocab_size 96 --max_source_length 96 --num_attention_heads 2 --intermediate_size 32 "
+    "--learning_rate 5e-3 --max_grad_norm 0.2 --num_train_epochs none "
     "--max_train_steps 10 --global_batch_size 10 --num_generations 4 --generation_length 8"
 ).split()
 SEQ2SEQ_FROM_FOLDER = (

@@ -3,8 +3,6 @@
 # expect 2x8: dropout
 # also: other_inputs, state
 # blind 8
-# open
-# thorough
 
 from itertools import islice
 
