@@ -557,6 +557,32 @@ def test_experts_multiply_by_an_operator_that_has_a_rule_for_float32():
             assert not torch_tracing.fake_tensor.log.disabled
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_experts_keep_what_torchs_kernel_keeps(is_trained):
+    """Of frozen weights no tokens; gradients are the same."""
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    values = torch.randn(6, 8), torch.randn(2, 8, 4)
+
+    def compute() -> tuple[list[tuple[int, ...]], torch.Tensor]:
+        tokens, weights = values[0].clone().requires_grad_(), values[1].clone().requires_grad_(is_trained)
+        kept: list[tuple[int, ...]] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            product = moe._grouped_mm(tokens, weights, offsets)
+        product.square().sum().backward()
+        return sorted(shape for shape in kept if len(shape) > 1), tokens.grad
+
+    kept, gradient = compute()
+    with transformers_models.trace_experts():
+        traced = compute()
+    assert traced[0] == kept == sorted([(2, 8, 4), *[(6, 8)] * is_trained])
+    torch.testing.assert_close(traced[1], gradient)
+
+
 def test_attention_is_read_and_chosen():
     model = BertModel(BertConfig(**BERT))
     assert transformers_models.attention_kernel(model.config) == "sdpa"
