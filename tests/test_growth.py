@@ -69,7 +69,7 @@ def test_the_command(capsys):
     assert [line.split()[0] for line in lines[2:7]] == ["1", "2", "4", "8", "16"]
     assert lines[1].index("|") == lines[2].index("|")
     assert lines[-1].startswith(
-        "- with this batch, waiting for communication takes more than 10 % of a step from 8 devices on"
+        "- with this batch, waiting for communication takes more than 10 % of a step from 16 devices on"
     )
     answer = json.loads(run(capsys, "scale bert_base --on t4 --up_to 4 --global_batch_size 2 --json")[1])
     assert [row["strong"] is None for row in answer["rows"]] == [False, False, True]

@@ -184,19 +184,19 @@ def bucket():
     """A bucket in memory, of which every tenth request fails, in one of three ways."""
     MemoryFileSystem.store.clear()
     FlakyBucket.requests = 0
-    fsspec.register_implementation("flaky", FlakyBucket, clobber=True)
+    fsspec.register_implementation("flakybucket", FlakyBucket)
     yield fsspec.filesystem("memory")
     MemoryFileSystem.store.clear()
 
 
 class FlakyBucket(MemoryFileSystem):
-    protocol = "flaky"
+    protocol = "flakybucket"
     requests = failed = 0
     cachable = False
 
     @classmethod
     def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.replace("flaky://", "memory://"))
+        return super()._strip_protocol(path.replace("flakybucket://", "memory://"))
 
     def _may_fail(self):
         FlakyBucket.requests += 1
@@ -221,12 +221,12 @@ def test_a_bucket_that_fails_loses_nothing(bucket):
     for shard in range(8):
         data = "".join(json.dumps(row) + "\n" for row in rows[shard::8]).encode()
         bucket.pipe_file(f"/b/{shard}.jsonl", data)
-    streamed = stream("flaky://b", num_streams=8, shuffle_buffer_size=8, retries=AT_ONCE)
+    streamed = stream("flakybucket://b", num_streams=8, shuffle_buffer_size=8, retries=AT_ONCE)
     seen = [streamed[number]["text"] for number in range(800)]
     assert sorted(seen) == sorted(row["text"] for row in rows)
     good = stream("memory://b", num_streams=8, shuffle_buffer_size=8)
     assert seen == [good[number]["text"] for number in range(800)]
-    small = RangeFile("flaky://b/0.jsonl", len(bucket.cat_file("/b/0.jsonl")), AT_ONCE)
+    small = RangeFile("flakybucket://b/0.jsonl", len(bucket.cat_file("/b/0.jsonl")), AT_ONCE)
     failed = FlakyBucket.failed
     assert b"".join(iter(lambda: small.read(100), b"")) == bucket.cat_file("/b/0.jsonl")
     assert FlakyBucket.failed > failed + 10

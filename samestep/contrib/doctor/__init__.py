@@ -1,1 +1,1 @@
-"""What went wrong in a run: norms of its layers as it goes, rules of what is found in its numbers, `samestep doctor`."""
+"""Causes of what went wrong in a run: norms of its layers as it goes, rules for its numbers, `samestep doctor`."""

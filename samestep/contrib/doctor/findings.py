@@ -1,4 +1,4 @@
-"""What a finding is, and which are told: at most three, one for each cause."""
+"""A finding of the doctor, and those that are told: at most three, one for each cause."""
 
 import dataclasses
 from collections.abc import Iterable
