@@ -163,7 +163,9 @@ def test_resuming_leaves_all_files_as_they_were_where_a_line_breaks_a_rule(tmp_p
 
 def test_what_runs_write_obeys_the_rules(train):
     """Every file of lines of a training, and its settings and state."""
-    flags = "--global_batch_size 8 --record_samples --digest_steps 1 --noise_scale_steps 2 --eval_steps 5 --watch_layers 2"
+    flags = (
+        "--global_batch_size 8 --record_samples --digest_steps 1 --noise_scale_steps 2 --eval_steps 5 --watch_layers 2"
+    )
     folder = train("run", f"{flags} --checkpointing_steps 5")
     for name in run_fields.FIELDS:
         assert list(run_files.read_lines(folder / name)), name
