@@ -18,12 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from doctored.cases import AGAIN, CHECK, FIT, read_cases
+from doctored.cases import AGAIN, BLIND, CHECK, FIT, TWINS, read_cases
 from harness import ROOT, about, flags, open_work_folder, page, table, write, write_part
 from harness import part as harness_part
 
 KEPT = Path(__file__).parent / "doctored"
-GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN}
+GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN, "blind": BLIND}
+KEPT_GROUPS = {**GROUPS, "twins": TWINS}
+"""Twins are not judged: their losses stand beside those of the broken runs."""
 COSTS = {
     "gpt2_small_cpu": "pretrain_gpt2",
     "resnet_digits_cpu": "train_image_classifier",
@@ -47,12 +49,13 @@ def train_all(group: str, names: list[str], work: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from common import load_script
     from doctored.child import train
-    from doctored.data import write_labels, write_texts
+    from doctored.data import write_chats, write_labels, write_texts
 
     if not (work / "texts.jsonl").exists():
         write_texts(work)
         write_labels(work)
-    cases = read_cases(GROUPS[group])
+        write_chats(work)
+    cases = read_cases(KEPT_GROUPS[group])
     kept = {run["name"]: run for run in read_runs(group)}
     scripts: dict[str, Any] = {}
     for case in cases:
@@ -63,6 +66,8 @@ def train_all(group: str, names: list[str], work: Path) -> None:
         run = train(case, scripts[case.script], work)
         if run is None:
             continue
+        if group == "twins":
+            run["layers"] = []
         kept[case.name] = run
         print(case.name, run["code"], len(run["steps"]["loss"]), flush=True)
         rows = [json.dumps(kept[case.name]) for case in cases if case.name in kept]
@@ -216,7 +221,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = flags("doctor", __doc__, work=True, only=("judge", "cost"))
     parser.add_argument("--train", nargs="*", metavar="NAME", help="make these runs anew, or all")
-    parser.add_argument("--group", choices=list(GROUPS), help="make those of one group anew")
+    parser.add_argument("--group", choices=list(KEPT_GROUPS), help="make those of one group anew")
     chosen = parser.parse_args(argv)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

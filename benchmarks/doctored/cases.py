@@ -1,4 +1,4 @@
-"""The runs of `doctor.py`: 40 that were broken on purpose, and 40 sound ones; half of each fit the rules, half check them.
+"""The runs of `doctor.py`, broken on purpose or sound: those that fit the rules, those that check them, and blind ones.
 
 A line has the name of a run, its program, what was done to it, the findings that name that (`none`: it is sound), and flags.
 What was done, beside flags:
@@ -9,6 +9,12 @@ What was done, beside flags:
     same_order           each epoch has the order of the first
     sorted               each epoch has the order of the file
     restarts:STEPS       the rate falls to nothing by a half cosine, and begins anew
+    ramp:FACTOR          the rate grows from step to step, at the end to so many times the recipe's
+    past_end:STEPS       the rate falls in a line to nothing in these steps, and below nothing after them
+    kick:STEP:FACTOR     the gradient of one step is multiplied
+    upset:STEP:PART:FACTOR  parameters are multiplied before one step
+    resumed:STEP         the run stops after a step, and is resumed from its checkpoint
+    from:NAME            the run goes on with the model of another
 """
 
 from typing import NamedTuple
@@ -39,9 +45,42 @@ BASES = {
     "finetune_reviews": "--recipe finetune_reviews_cpu --vocab_size 500 --max_seq_length 32 --hidden_size 32 "
     "--num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 64 --num_train_epochs none --max_train_steps 160 "
     "--num_labels none --metrics accuracy --train_file WORK/reviews.csv",
+    "chars": "--recipe gpt2_shakespeare_char_cpu --tokenizer characters --vocab_size 90 --block_size 48 --n_positions 48 "
+    "--n_embd 48 --n_layer 4 --n_head 3 --txt_documents auto --validation_split random --max_train_steps 160 "
+    "--num_warmup_steps 12 --learning_rate 4e-3 --train_file WORK/texts.jsonl",
+    "qwen": "--recipe sft_small_cpu --architecture qwen3 --num_train_samples 3000 --num_validation_samples 60 "
+    "--hidden_size 64 --num_hidden_layers 3 --num_attention_heads 2 --num_key_value_heads 1 --intermediate_size 128 "
+    "--global_batch_size 16 --lr_scaling_rule none --max_train_steps 160 --learning_rate 2e-3 --num_generations 0",
+    "speech": "--recipe speech_small_cpu --num_train_samples 4000 --num_validation_samples 60 --hidden_size 48 "
+    "--num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 96 --global_batch_size 16 --lr_scaling_rule none "
+    "--num_generations 0 --num_train_epochs none --max_train_steps 150 --learning_rate 3e-3",
+    "captcha": "--recipe captcha_cpu --image_height 32 --image_width 56 --num_characters 2 --alphabet 01234567 "
+    "--conv_channels 8 16 32 --hidden_size 48 --num_train_samples 4000 --num_validation_samples 200 "
+    "--global_batch_size 32 --lr_scaling_rule none --warmup_epochs none --num_warmup_steps 15 --num_train_epochs none "
+    "--max_train_steps 200 --learning_rate 0.05",
+    "embed": "--recipe embeddings_small_cpu --vocab_size 900 --max_seq_length 24 --max_position_embeddings 24 "
+    "--hidden_size 48 --num_attention_heads 3 --intermediate_size 96 --global_batch_size 48 --lr_scaling_rule none "
+    "--num_train_epochs none --max_train_steps 150 --learning_rate 2e-3",
+    "deep_labels": "--recipe finetune_small_cpu --vocab_size 700 --max_seq_length 40 --hidden_size 40 "
+    "--num_hidden_layers 5 --num_attention_heads 4 --intermediate_size 80 --num_train_epochs none --max_train_steps 150 "
+    "--learning_rate 1e-3 --lr_scaling_rule none --train_file WORK/labels.csv",
+    "batch_norm": "--recipe resnet_digits_cpu --image_height 20 --image_width 20 --normalization batch --embedding_size 8 "
+    "--hidden_sizes 8 16 24 --depths 1 2 1 --label_smoothing 0 --global_batch_size 48 --lr_scaling_rule none "
+    "--num_train_epochs none --warmup_epochs none --warmup_ratio 0.1 --max_train_steps 140 --learning_rate 0.05",
+    "deep_muon": "--recipe gpt_modern_small_cpu --vocab_size 800 --block_size 48 --max_position_embeddings 48 "
+    "--hidden_size 48 --num_hidden_layers 5 --num_attention_heads 2 --intermediate_size 96 --global_batch_size 8 "
+    "--document_mask --max_train_steps 150 --train_file WORK/texts.jsonl",
 }
-"""Program, or program of other settings -> its flags. The first four have the runs for fitting, the others the check's."""
+"""Program, or program of other settings -> its flags. The first four have the runs for fitting, five the check's."""
 SCRIPTS = {
+    "batch_norm": "train_image_classifier",
+    "captcha": "train_captcha",
+    "chars": "pretrain_gpt2",
+    "deep_labels": "finetune_classifier",
+    "deep_muon": "pretrain_gpt2",
+    "embed": "train_embeddings",
+    "qwen": "finetune_causal_lm",
+    "speech": "finetune_seq2seq",
     "finetune_reviews": "finetune_classifier",
     "pretrain_modern": "pretrain_gpt2",
     "pretrain_modern_bert": "pretrain_bert",
@@ -167,6 +206,82 @@ label_linear     | finetune_classifier | | none | --lr_scheduler_type linear --l
 image_linear     | train_image_classifier | | none | --lr_scheduler_type linear --seed 412
 """
 """Sound runs that were made after a rule was mended that had accused `review_sound`."""
+
+
+BLIND = f"""
+chars_rate_15     | chars | | {RATE} | --learning_rate 0.06 --seed 501
+captcha_rate_60   | captcha | | {RATE} | --learning_rate 3 --max_grad_norm none --seed 502
+speech_no_warm_up | speech | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 503
+labels_no_warm_up | deep_labels | | {RATE} | --learning_rate 0.02 --warmup_ratio none --num_warmup_steps 0 --seed 504
+qwen_ramp         | qwen | ramp:40 | divergence,rate | --warmup_ratio none --lr_scheduler_type constant --seed 505
+chars_past_end    | chars | past_end:90 | divergence | --seed 506
+norm_momentum     | batch_norm | | oscillation,{RATE} | --sgd_momentum 0.98 --learning_rate 0.3 --seed 507
+labels_cycle      | deep_labels | sorted | oscillation,order | \
+    --train_file WORK/cycle.csv --validation_file WORK/other.csv --seed 508
+norm_kick         | batch_norm | kick:80:300 | spike | --seed 509
+qwen_upset        | qwen | upset:100:layers.1.:4 | spike | --seed 510
+embed_still       | embed | | plateau | --learning_rate 2e-7 --seed 511
+captcha_long_warm_up | captcha | | plateau | --num_warmup_steps 100000 --lr_num_steps 200000 --seed 512
+speech_deaf       | speech | dead:encoder. | dead_layer | --seed 513
+captcha_relu      | captcha | relu:features.5.bias | dead_layer | --seed 514
+captcha_boost     | captcha | boost:features.0.:3000 | exploding_layer | --seed 515
+captcha_clipped   | captcha | | clipping | --max_grad_norm 2e-3 --seed 516
+chars_few         | chars | | overfitting | \
+    --train_file WORK/few.jsonl --validation_file WORK/other.jsonl --max_train_steps 240 --seed 517
+norm_few          | batch_norm | | overfitting | --validation_fraction 0.97 --augmentation none --seed 518
+speech_same_order | speech | same_order | order | --num_train_samples 240 --seed 519
+qwen_wrong_part   | qwen | sorted | order,spike | --dataset_name none --train_file WORK/wrong_chats.jsonl --seed 520
+chars_sound       | chars | | none | --seed 601
+chars_dropout     | chars | | none | --resid_pdrop 0.4 --embd_pdrop 0.3 --attn_pdrop 0.4 --seed 602
+chars_decay       | chars | | none | \
+    --lr_scheduler_type warmup_stable_sqrt_decay --lr_decay_ratio 0.3 --global_batch_size 24 --lr_scaling_rule none --seed 603
+chars_single      | chars | | none | --global_batch_size 1 --lr_scaling_rule none --learning_rate 8e-4 --seed 604
+qwen_mixture      | qwen | | none | \
+    --dataset_name builtin/drawn_chats:easy builtin/doctests --mixture_weights 0.85 0.15 --global_batch_size 8 --seed 605
+qwen_sound        | qwen | | none | --max_train_steps 300 --seed 606
+qwen_lora         | qwen | from:qwen_sound | none | \
+    {OWN_SHAPE} --lora_rank 4 --lora_alpha 8 --dataset_config_name hard --learning_rate 1e-3 --seed 607
+qwen_preferences  | qwen | from:qwen_sound | none | \
+    {OWN_SHAPE} --objective dpo --sft_loss_weight 0.1 --dataset_name builtin/drawn_pairs --train_on completions \
+    --learning_rate 2e-4 --weight_decay 0 --max_train_steps 80 --seed 608
+qwen_resumed      | qwen | resumed:70 | none | --seed 609
+speech_sound      | speech | | none | --seed 610
+speech_growing    | speech | | none | --batch_schedule "4, 12 at 0.2, 32 at 0.6" --learning_rate 2e-3 --seed 611
+speech_long       | speech | from:speech_sound | none | \
+    {OWN_SHAPE} --num_decoder_layers none --lr_scheduler_type constant --learning_rate 2e-5 --max_train_steps 250 --seed 612
+captcha_sound     | captcha | | none | --seed 613
+captcha_restarts  | captcha | restarts:50 | none | --seed 614
+norm_smoothing    | batch_norm | | none | --label_smoothing 0.25 --seed 615
+labels_noise      | deep_labels | | none | --train_file WORK/noise.csv --global_batch_size 16 --max_train_steps 200 --seed 616
+labels_ragged     | deep_labels | | none | --train_file WORK/ragged.csv --global_batch_size 6 --learning_rate 4e-4 --seed 617
+labels_frozen     | deep_labels | | none | --freeze_embeddings --layerwise_lr_decay 0.7 --seed 618
+embed_sound       | embed | | none | --seed 619
+muon_deep         | deep_muon | | none | --seed 620
+"""
+"""Runs of other programs, shapes, data and faults, listed and trained by somebody who had not read the rules."""
+TWINS = """
+chars_rate_15     | chars | | none | --seed 501
+captcha_rate_60   | captcha | | none | --seed 502
+speech_no_warm_up | speech | | none | --seed 503
+labels_no_warm_up | deep_labels | | none | --seed 504
+qwen_ramp         | qwen | | none | --warmup_ratio none --lr_scheduler_type constant --seed 505
+chars_past_end    | chars | | none | --lr_scheduler_type linear --seed 506
+norm_momentum     | batch_norm | | none | --seed 507
+labels_cycle      | deep_labels | | none | --train_file WORK/cycle.csv --validation_file WORK/other.csv --seed 508
+norm_kick         | batch_norm | | none | --seed 509
+qwen_upset        | qwen | | none | --seed 510
+embed_still       | embed | | none | --seed 511
+captcha_long_warm_up | captcha | | none | --seed 512
+speech_deaf       | speech | | none | --seed 513
+captcha_relu      | captcha | | none | --seed 514
+captcha_boost     | captcha | | none | --seed 515
+captcha_clipped   | captcha | | none | --seed 516
+chars_few         | chars | | none | --validation_file WORK/other.jsonl --max_train_steps 240 --seed 517
+norm_few          | batch_norm | | none | --validation_fraction 0.5 --augmentation none --seed 518
+speech_same_order | speech | | none | --num_train_samples 240 --seed 519
+qwen_wrong_part   | qwen | | none | --dataset_name none --train_file WORK/right_chats.jsonl --seed 520
+"""
+"""Beside each broken run of `BLIND` the one without its fault: only their losses are kept, which say what the fault cost."""
 
 
 class Case(NamedTuple):

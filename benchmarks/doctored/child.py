@@ -58,9 +58,12 @@ def _train_here(case: Case, script: Any, work: Path, out: Path) -> int:
     kind, _, rest = case.fault.partition(":")
     if kind == "from":
         flags += f" --model_name_or_path {work / rest}"
-    elif kind:
+    elif kind and kind != "resumed":
         FAULTS[kind](*rest.split(":"))
     words = _drop_earlier(shlex.split(flags))
+    if kind == "resumed":
+        exit_code(lambda: script.main([*words, "--stop_after_step", rest]))
+        words += ["--resume_from_checkpoint", "latest"]
     return exit_code(lambda: script.main(words))
 
 
@@ -119,20 +122,60 @@ def _order(is_sorted: bool) -> Any:
     order.permute, order._compute_group = fixed, repeated
 
 
-def _restart(steps: str) -> None:
+def _change_rate(compute: Any) -> None:
+    """Set the rate of each step: of its number, the peak, and how many there are."""
     from samestep.training.run_step import RunStep
 
-    make, every = RunStep.__init__, int(steps)
+    make = RunStep.__init__
 
-    def restarted(step: Any, run: Any, attempt: Any) -> None:
+    def changed(step: Any, run: Any, attempt: Any) -> None:
         make(step, run, attempt)
-        place = (step.index % every) / every
-        warm = min(1.0, (step.index + 1) / 10)
-        step.learning_rate = (
-            run.recipe.scaled_hyperparameters().learning_rate * warm * 0.5 * (1 + math.cos(math.pi * place))
-        )
+        peak = run.recipe.scaled_hyperparameters().learning_rate
+        step.learning_rate = compute(step.index, peak, run.recipe.max_train_steps)
 
-    RunStep.__init__ = restarted
+    RunStep.__init__ = changed
+
+
+def _restart(steps: str) -> None:
+    every = int(steps)
+    _change_rate(lambda t, peak, _: peak * min(1, (t + 1) / 10) * 0.5 * (1 + math.cos(math.pi * (t % every) / every)))
+
+
+def _ramp(factor: str) -> None:
+    _change_rate(lambda t, peak, num_steps: peak * float(factor) ** (t / num_steps))
+
+
+def _pass_end(steps: str) -> None:
+    _change_rate(lambda t, peak, _: peak * (1 - t / int(steps)))
+
+
+def _at_step(step: int, act: Any) -> None:
+    """Act once on a run, before a step of it."""
+    from samestep.training.run_step import RunStep
+
+    make = RunStep.__init__
+
+    def changed(taken: Any, run: Any, attempt: Any) -> None:
+        make(taken, run, attempt)
+        act(run, taken.index == step)
+
+    RunStep.__init__ = changed
+
+
+def _kick(step: str, factor: str) -> None:
+    factors = [1.0]
+    _change_model(lambda name, p: p.register_hook(lambda gradient: gradient * factors[0]))
+    _at_step(int(step), lambda run, is_now: factors.__setitem__(0, float(factor) if is_now else 1.0))
+
+
+def _upset(step: str, part: str, factor: str) -> None:
+    def act(run: Any, is_now: bool) -> None:
+        chosen = [p for name, p in run.model.named_parameters() if part in name and is_now]
+        with torch.no_grad():
+            for parameter in chosen:
+                parameter.mul_(float(factor))
+
+    _at_step(int(step), act)
 
 
 FAULTS = {
@@ -142,6 +185,10 @@ FAULTS = {
     "same_order": lambda *_: _order(is_sorted=False),
     "sorted": lambda *_: _order(is_sorted=True),
     "restarts": _restart,
+    "ramp": _ramp,
+    "past_end": _pass_end,
+    "kick": _kick,
+    "upset": _upset,
 }
 
 

@@ -44,9 +44,32 @@ def write_labels(work: Path) -> None:
     tables["sorted_reviews"] = sorted(two, key=lambda row: row[1])
     tables["wrong_reviews"] = two[:900] + [(t, "bad" if y == "good" else "good") for t, y in two[900:1060]] + two[1060:]
     tables["few_reviews"], tables["other_reviews"] = two[-40:], two[-140:-40]
+    tables["cycle"] = cycle(rows[:-60])
+    tables["noise"] = [(text, rng.choice(PARTS) if rng.random() < 0.25 else label) for text, label in rows]
+    tables["ragged"] = [(" ".join(text.split()[: rng.choice((2, 4, 8, 30))]), label) for text, label in rows]
     for name, lines in tables.items():
         with (work / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([("text", "label"), *lines])
+
+
+def cycle(rows: list[tuple[str, str]], size: int = 32, num_rounds: int = 5) -> list[tuple[str, str]]:
+    """Put rows in an order in which each batch has one label, the next batch the next label."""
+    by_label = {part: [row for row in rows if row[1] == part] for part in PARTS}
+    batches = [(turn, part, place) for turn in range(num_rounds) for part in PARTS for place in range(size)]
+    return [by_label[part][(turn * size + place) % len(by_label[part])] for turn, part, place in batches]
+
+
+def write_chats(work: Path) -> None:
+    """Write files of chats: right_chats, and wrong_chats, in which 320 of them have the answers of others."""
+    from samestep.data.builtin.drawn_chats import draw_chat
+
+    chats = [draw_chat(62, "train", number) for number in range(2900)]
+    lists = [[*chat.messages, {"role": "assistant", "content": chat.answer}] for chat in chats]
+    answers = [turns[-1]["content"] for turns in lists]
+    wrong = [[*turns[:-1], {"role": "assistant", "content": answers[-1 - place]}] for place, turns in enumerate(lists)]
+    for name, rows in (("right_chats", lists), ("wrong_chats", lists[:1500] + wrong[1500:1820] + lists[1820:])):
+        text = "".join(json.dumps({"messages": turns}) + "\n" for turns in rows)
+        (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -54,3 +77,4 @@ if __name__ == "__main__":
 
     write_texts(Path(sys.argv[1]))
     write_labels(Path(sys.argv[1]))
+    write_chats(Path(sys.argv[1]))
