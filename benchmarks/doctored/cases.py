@@ -60,10 +60,10 @@ BASES = {
     "--max_train_steps 200 --learning_rate 0.05",
     "embed": "--recipe embeddings_small_cpu --vocab_size 900 --max_seq_length 24 --max_position_embeddings 24 "
     "--hidden_size 48 --num_attention_heads 3 --intermediate_size 96 --global_batch_size 48 --lr_scaling_rule none "
-    "--num_train_epochs none --max_train_steps 150 --learning_rate 2e-3",
+    "--num_train_epochs none --max_train_steps 95 --learning_rate 2e-3",
     "deep_labels": "--recipe finetune_small_cpu --vocab_size 700 --max_seq_length 40 --hidden_size 40 "
-    "--num_hidden_layers 5 --num_attention_heads 4 --intermediate_size 80 --num_train_epochs none --max_train_steps 150 "
-    "--learning_rate 1e-3 --lr_scaling_rule none --train_file WORK/labels.csv",
+    "--num_hidden_layers 4 --num_attention_heads 4 --intermediate_size 80 --num_train_epochs none --max_train_steps 150 "
+    "--learning_rate 2e-3 --lr_scaling_rule none --train_file WORK/labels.csv",
     "batch_norm": "--recipe resnet_digits_cpu --image_height 20 --image_width 20 --normalization batch --embedding_size 8 "
     "--hidden_sizes 8 16 24 --depths 1 2 1 --label_smoothing 0 --global_batch_size 48 --lr_scaling_rule none "
     "--num_train_epochs none --warmup_epochs none --warmup_ratio 0.1 --max_train_steps 140 --learning_rate 0.05",
@@ -86,6 +86,8 @@ SCRIPTS = {
     "pretrain_modern_bert": "pretrain_bert",
 }
 COMMON = "--speed safe --watch_layers 4 --eval_steps 20 --validation_fraction 0.1 --output_dir OUT"
+DRAWN = ("train_captcha",)
+"""Programs that draw samples to hold out, instead of a share of their data."""
 OWN_SHAPE = " ".join(
     f"--{field} none"
     for field in (
@@ -213,7 +215,7 @@ chars_rate_15     | chars | | {RATE} | --learning_rate 0.06 --seed 501
 captcha_rate_60   | captcha | | {RATE} | --learning_rate 3 --max_grad_norm none --seed 502
 speech_no_warm_up | speech | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 503
 labels_no_warm_up | deep_labels | | {RATE} | --learning_rate 0.02 --warmup_ratio none --num_warmup_steps 0 --seed 504
-qwen_ramp         | qwen | ramp:40 | divergence,rate | --warmup_ratio none --lr_scheduler_type constant --seed 505
+qwen_ramp         | qwen | ramp:40 | divergence,rate | --warmup_ratio none --num_warmup_steps 0 --lr_scheduler_type constant --seed 505
 chars_past_end    | chars | past_end:90 | divergence | --seed 506
 norm_momentum     | batch_norm | | oscillation,{RATE} | --sgd_momentum 0.98 --learning_rate 0.3 --seed 507
 labels_cycle      | deep_labels | sorted | oscillation,order | \
@@ -230,7 +232,8 @@ chars_few         | chars | | overfitting | \
     --train_file WORK/few.jsonl --validation_file WORK/other.jsonl --max_train_steps 240 --seed 517
 norm_few          | batch_norm | | overfitting | --validation_fraction 0.97 --augmentation none --seed 518
 speech_same_order | speech | same_order | order | --num_train_samples 240 --seed 519
-qwen_wrong_part   | qwen | sorted | order,spike | --dataset_name none --train_file WORK/wrong_chats.jsonl --seed 520
+qwen_wrong_part   | qwen | sorted | order,spike | \
+    --dataset_name none --num_train_samples none --num_validation_samples none --train_file WORK/wrong_chats.jsonl --seed 520
 chars_sound       | chars | | none | --seed 601
 chars_dropout     | chars | | none | --resid_pdrop 0.4 --embd_pdrop 0.3 --attn_pdrop 0.4 --seed 602
 chars_decay       | chars | | none | \
@@ -253,7 +256,7 @@ captcha_sound     | captcha | | none | --seed 613
 captcha_restarts  | captcha | restarts:50 | none | --seed 614
 norm_smoothing    | batch_norm | | none | --label_smoothing 0.25 --seed 615
 labels_noise      | deep_labels | | none | --train_file WORK/noise.csv --global_batch_size 16 --max_train_steps 200 --seed 616
-labels_ragged     | deep_labels | | none | --train_file WORK/ragged.csv --global_batch_size 6 --learning_rate 4e-4 --seed 617
+labels_ragged     | deep_labels | | none | --train_file WORK/ragged.csv --global_batch_size 6 --learning_rate 1e-3 --max_train_steps 250 --seed 617
 labels_frozen     | deep_labels | | none | --freeze_embeddings --layerwise_lr_decay 0.7 --seed 618
 embed_sound       | embed | | none | --seed 619
 muon_deep         | deep_muon | | none | --seed 620
@@ -264,7 +267,7 @@ chars_rate_15     | chars | | none | --seed 501
 captcha_rate_60   | captcha | | none | --seed 502
 speech_no_warm_up | speech | | none | --seed 503
 labels_no_warm_up | deep_labels | | none | --seed 504
-qwen_ramp         | qwen | | none | --warmup_ratio none --lr_scheduler_type constant --seed 505
+qwen_ramp         | qwen | | none | --warmup_ratio none --num_warmup_steps 0 --lr_scheduler_type constant --seed 505
 chars_past_end    | chars | | none | --lr_scheduler_type linear --seed 506
 norm_momentum     | batch_norm | | none | --seed 507
 labels_cycle      | deep_labels | | none | --train_file WORK/cycle.csv --validation_file WORK/other.csv --seed 508
@@ -279,7 +282,8 @@ captcha_clipped   | captcha | | none | --seed 516
 chars_few         | chars | | none | --validation_file WORK/other.jsonl --max_train_steps 240 --seed 517
 norm_few          | batch_norm | | none | --validation_fraction 0.5 --augmentation none --seed 518
 speech_same_order | speech | | none | --num_train_samples 240 --seed 519
-qwen_wrong_part   | qwen | | none | --dataset_name none --train_file WORK/right_chats.jsonl --seed 520
+qwen_wrong_part   | qwen | | none | \
+    --dataset_name none --num_train_samples none --num_validation_samples none --train_file WORK/right_chats.jsonl --seed 520
 """
 """Beside each broken run of `BLIND` the one without its fault: only their losses are kept, which say what the fault cost."""
 

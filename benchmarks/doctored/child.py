@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from doctored.cases import BASES, COMMON, Case
+from doctored.cases import BASES, COMMON, DRAWN, Case
 
 FACTS = ("max_grad_norm", "global_batch_size", "learning_rate", "optimizer", "lr_scheduler_type", "num_warmup_steps")
 """Fields of a recipe that are kept."""
@@ -54,7 +54,8 @@ def _train_here(case: Case, script: Any, work: Path, out: Path) -> int:
     from samestep.training.run import Run
 
     Run.publish = lambda *arguments, **keywords: None
-    flags = f"{BASES[case.program]} {COMMON} {case.flags}".replace("WORK", str(work)).replace("OUT", str(out))
+    common = COMMON.replace("--validation_fraction 0.1 ", "") if case.script in DRAWN else COMMON
+    flags = f"{BASES[case.program]} {common} {case.flags}".replace("WORK", str(work)).replace("OUT", str(out))
     kind, _, rest = case.fault.partition(":")
     if kind == "from":
         flags += f" --model_name_or_path {work / rest}"
