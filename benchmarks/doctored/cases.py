@@ -211,16 +211,17 @@ image_linear     | train_image_classifier | | none | --lr_scheduler_type linear 
 
 
 BLIND = f"""
-chars_rate_15     | chars | | {RATE} | --learning_rate 0.06 --seed 501
+chars_rate_75     | chars | | {RATE} | --learning_rate 0.3 --seed 501
 captcha_rate_60   | captcha | | {RATE} | --learning_rate 3 --max_grad_norm none --seed 502
 speech_no_warm_up | speech | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 503
 labels_no_warm_up | deep_labels | | {RATE} | --learning_rate 0.02 --warmup_ratio none --num_warmup_steps 0 --seed 504
-qwen_ramp         | qwen | ramp:40 | divergence,rate | --warmup_ratio none --num_warmup_steps 0 --lr_scheduler_type constant --seed 505
+qwen_ramp         | qwen | ramp:40 | divergence,rate | \
+    --warmup_ratio none --num_warmup_steps 0 --lr_scheduler_type constant --seed 505
 chars_past_end    | chars | past_end:90 | divergence | --seed 506
 norm_momentum     | batch_norm | | oscillation,{RATE} | --sgd_momentum 0.98 --learning_rate 0.3 --seed 507
 labels_cycle      | deep_labels | sorted | oscillation,order | \
     --train_file WORK/cycle.csv --validation_file WORK/other.csv --seed 508
-norm_kick         | batch_norm | kick:80:300 | spike | --seed 509
+norm_kick         | batch_norm | kick:80:40 | spike | --seed 509
 qwen_upset        | qwen | upset:100:layers.1.:4 | spike | --seed 510
 embed_still       | embed | | plateau | --learning_rate 2e-7 --seed 511
 captcha_long_warm_up | captcha | | plateau | --num_warmup_steps 100000 --lr_num_steps 200000 --seed 512
@@ -228,8 +229,7 @@ speech_deaf       | speech | dead:encoder. | dead_layer | --seed 513
 captcha_relu      | captcha | relu:features.5.bias | dead_layer | --seed 514
 captcha_boost     | captcha | boost:features.0.:3000 | exploding_layer | --seed 515
 captcha_clipped   | captcha | | clipping | --max_grad_norm 2e-3 --seed 516
-chars_few         | chars | | overfitting | \
-    --train_file WORK/few.jsonl --validation_file WORK/other.jsonl --max_train_steps 240 --seed 517
+embed_epochs      | embed | | overfitting | --max_train_steps 320 --learning_rate 3e-3 --seed 517
 norm_few          | batch_norm | | overfitting | --validation_fraction 0.97 --augmentation none --seed 518
 speech_same_order | speech | same_order | order | --num_train_samples 240 --seed 519
 qwen_wrong_part   | qwen | sorted | order,spike | \
@@ -256,18 +256,20 @@ captcha_sound     | captcha | | none | --seed 613
 captcha_restarts  | captcha | restarts:50 | none | --seed 614
 norm_smoothing    | batch_norm | | none | --label_smoothing 0.25 --seed 615
 labels_noise      | deep_labels | | none | --train_file WORK/noise.csv --global_batch_size 16 --max_train_steps 200 --seed 616
-labels_ragged     | deep_labels | | none | --train_file WORK/ragged.csv --global_batch_size 6 --learning_rate 1e-3 --max_train_steps 250 --seed 617
+labels_ragged     | deep_labels | | none | \
+    --train_file WORK/ragged.csv --global_batch_size 6 --learning_rate 1e-3 --max_train_steps 250 --seed 617
 labels_frozen     | deep_labels | | none | --freeze_embeddings --layerwise_lr_decay 0.7 --seed 618
 embed_sound       | embed | | none | --seed 619
 muon_deep         | deep_muon | | none | --seed 620
 """
 """Runs of other programs, shapes, data and faults, listed and trained by somebody who had not read the rules."""
 TWINS = """
-chars_rate_15     | chars | | none | --seed 501
+chars_rate_75     | chars | | none | --seed 501
 captcha_rate_60   | captcha | | none | --seed 502
 speech_no_warm_up | speech | | none | --seed 503
 labels_no_warm_up | deep_labels | | none | --seed 504
-qwen_ramp         | qwen | | none | --warmup_ratio none --num_warmup_steps 0 --lr_scheduler_type constant --seed 505
+qwen_ramp         | qwen | | none | \
+    --warmup_ratio none --num_warmup_steps 0 --lr_scheduler_type constant --seed 505
 chars_past_end    | chars | | none | --lr_scheduler_type linear --seed 506
 norm_momentum     | batch_norm | | none | --seed 507
 labels_cycle      | deep_labels | | none | --train_file WORK/cycle.csv --validation_file WORK/other.csv --seed 508
@@ -279,7 +281,7 @@ speech_deaf       | speech | | none | --seed 513
 captcha_relu      | captcha | | none | --seed 514
 captcha_boost     | captcha | | none | --seed 515
 captcha_clipped   | captcha | | none | --seed 516
-chars_few         | chars | | none | --validation_file WORK/other.jsonl --max_train_steps 240 --seed 517
+embed_epochs      | embed | | none | --learning_rate 3e-3 --seed 517
 norm_few          | batch_norm | | none | --validation_fraction 0.5 --augmentation none --seed 518
 speech_same_order | speech | | none | --num_train_samples 240 --seed 519
 qwen_wrong_part   | qwen | | none | \

@@ -97,7 +97,7 @@ def _change_model(change: Any) -> None:
 
 
 def _kill(part: str) -> None:
-    _change_model(lambda name, p: part in name and p.register_hook(torch.zeros_like))
+    _change_model(lambda name, p: part in name and p.requires_grad and p.register_hook(torch.zeros_like))
 
 
 def _close_relu(part: str) -> None:
@@ -165,15 +165,17 @@ def _at_step(step: int, act: Any) -> None:
 
 def _kick(step: str, factor: str) -> None:
     factors = [1.0]
-    _change_model(lambda name, p: p.register_hook(lambda gradient: gradient * factors[0]))
+    _change_model(lambda name, p: p.requires_grad and p.register_hook(lambda gradient: gradient * factors[0]))
     _at_step(int(step), lambda run, is_now: factors.__setitem__(0, float(factor) if is_now else 1.0))
 
 
 def _upset(step: str, part: str, factor: str) -> None:
+    chosen: list[Any] = []
+    _change_model(lambda name, p: part in name and (chosen.append(p) or True))
+
     def act(run: Any, is_now: bool) -> None:
-        chosen = [p for name, p in run.model.named_parameters() if part in name and is_now]
         with torch.no_grad():
-            for parameter in chosen:
+            for parameter in chosen if is_now else ():
                 parameter.mul_(float(factor))
 
     _at_step(int(step), act)
