@@ -47,7 +47,7 @@ BASES = {
     "--num_labels none --metrics accuracy --train_file WORK/reviews.csv",
     "chars": "--recipe gpt2_shakespeare_char_cpu --tokenizer characters --vocab_size 90 --block_size 48 --n_positions 48 "
     "--n_embd 48 --n_layer 4 --n_head 3 --txt_documents auto --validation_split random --max_train_steps 160 "
-    "--num_warmup_steps 12 --learning_rate 4e-3 --train_file WORK/texts.jsonl",
+    "--num_warmup_steps 12 --learning_rate 1.5e-3 --train_file WORK/texts.jsonl",
     "qwen": "--recipe sft_small_cpu --architecture qwen3 --num_train_samples 3000 --num_validation_samples 60 "
     "--hidden_size 64 --num_hidden_layers 3 --num_attention_heads 2 --num_key_value_heads 1 --intermediate_size 128 "
     "--global_batch_size 16 --lr_scaling_rule none --max_train_steps 160 --learning_rate 2e-3 --num_generations 0",
@@ -96,6 +96,7 @@ OWN_SHAPE = " ".join(
     ).split()
 )
 """Flags of a run whose shape is that of the model that it goes on from."""
+NO_HEADS = OWN_SHAPE.replace("--num_key_value_heads none ", "")
 RATE = "rate,divergence,warm_up"
 
 FIT = f"""
@@ -211,7 +212,7 @@ image_linear     | train_image_classifier | | none | --lr_scheduler_type linear 
 
 
 BLIND = f"""
-chars_rate_75     | chars | | {RATE} | --learning_rate 0.3 --seed 501
+chars_rate_60     | chars | | {RATE} | --learning_rate 0.09 --seed 501
 captcha_rate_60   | captcha | | {RATE} | --learning_rate 3 --max_grad_norm none --seed 502
 speech_no_warm_up | speech | | {RATE} | --learning_rate 0.03 --warmup_ratio none --num_warmup_steps 0 --seed 503
 labels_no_warm_up | deep_labels | | {RATE} | --learning_rate 0.02 --warmup_ratio none --num_warmup_steps 0 --seed 504
@@ -221,7 +222,7 @@ chars_past_end    | chars | past_end:90 | divergence | --seed 506
 norm_momentum     | batch_norm | | oscillation,{RATE} | --sgd_momentum 0.98 --learning_rate 0.3 --seed 507
 labels_cycle      | deep_labels | sorted | oscillation,order | \
     --train_file WORK/cycle.csv --validation_file WORK/other.csv --seed 508
-norm_kick         | batch_norm | kick:80:40 | spike | --seed 509
+norm_kick         | batch_norm | kick:80:10 | spike | --seed 509
 qwen_upset        | qwen | upset:100:layers.1.:4 | spike | --seed 510
 embed_still       | embed | | plateau | --learning_rate 2e-7 --seed 511
 captcha_long_warm_up | captcha | | plateau | --num_warmup_steps 100000 --lr_num_steps 200000 --seed 512
@@ -231,7 +232,8 @@ captcha_boost     | captcha | boost:features.0.:3000 | exploding_layer | --seed 
 captcha_clipped   | captcha | | clipping | --max_grad_norm 2e-3 --seed 516
 embed_epochs      | embed | | overfitting | --max_train_steps 320 --learning_rate 3e-3 --seed 517
 norm_few          | batch_norm | | overfitting | --validation_fraction 0.97 --augmentation none --seed 518
-speech_same_order | speech | same_order | order | --num_train_samples 240 --seed 519
+qwen_by_task      | qwen | sorted | order | \
+    --dataset_name none --num_train_samples none --num_validation_samples none --train_file WORK/task_chats.jsonl --seed 519
 qwen_wrong_part   | qwen | sorted | order,spike | \
     --dataset_name none --num_train_samples none --num_validation_samples none --train_file WORK/wrong_chats.jsonl --seed 520
 chars_sound       | chars | | none | --seed 601
@@ -246,25 +248,25 @@ qwen_lora         | qwen | from:qwen_sound | none | \
     {OWN_SHAPE} --lora_rank 4 --lora_alpha 8 --dataset_config_name hard --learning_rate 1e-3 --seed 607
 qwen_preferences  | qwen | from:qwen_sound | none | \
     {OWN_SHAPE} --objective dpo --sft_loss_weight 0.1 --dataset_name builtin/drawn_pairs --train_on completions \
-    --learning_rate 2e-4 --weight_decay 0 --max_train_steps 80 --seed 608
+    --learning_rate 1e-3 --weight_decay 0 --max_train_steps 120 --seed 608
 qwen_resumed      | qwen | resumed:70 | none | --seed 609
 speech_sound      | speech | | none | --seed 610
 speech_growing    | speech | | none | --batch_schedule "4, 12 at 0.2, 32 at 0.6" --learning_rate 2e-3 --seed 611
 speech_long       | speech | from:speech_sound | none | \
-    {OWN_SHAPE} --num_decoder_layers none --lr_scheduler_type constant --learning_rate 2e-5 --max_train_steps 250 --seed 612
+    {NO_HEADS} --num_decoder_layers none --lr_scheduler_type constant --learning_rate 2e-5 --max_train_steps 250 --seed 612
 captcha_sound     | captcha | | none | --seed 613
 captcha_restarts  | captcha | restarts:50 | none | --seed 614
 norm_smoothing    | batch_norm | | none | --label_smoothing 0.25 --seed 615
 labels_noise      | deep_labels | | none | --train_file WORK/noise.csv --global_batch_size 16 --max_train_steps 200 --seed 616
 labels_ragged     | deep_labels | | none | \
     --train_file WORK/ragged.csv --global_batch_size 6 --learning_rate 1e-3 --max_train_steps 250 --seed 617
-labels_frozen     | deep_labels | | none | --freeze_embeddings --layerwise_lr_decay 0.7 --seed 618
+labels_frozen     | deep_labels | from:labels_noise | none | --freeze_embeddings --layerwise_lr_decay 0.7 --seed 618
 embed_sound       | embed | | none | --seed 619
 muon_deep         | deep_muon | | none | --seed 620
 """
 """Runs of other programs, shapes, data and faults, listed and trained by somebody who had not read the rules."""
 TWINS = """
-chars_rate_75     | chars | | none | --seed 501
+chars_rate_60     | chars | | none | --seed 501
 captcha_rate_60   | captcha | | none | --seed 502
 speech_no_warm_up | speech | | none | --seed 503
 labels_no_warm_up | deep_labels | | none | --seed 504
@@ -283,7 +285,8 @@ captcha_boost     | captcha | | none | --seed 515
 captcha_clipped   | captcha | | none | --seed 516
 embed_epochs      | embed | | none | --learning_rate 3e-3 --seed 517
 norm_few          | batch_norm | | none | --validation_fraction 0.5 --augmentation none --seed 518
-speech_same_order | speech | | none | --num_train_samples 240 --seed 519
+qwen_by_task      | qwen | | none | \
+    --dataset_name none --num_train_samples none --num_validation_samples none --train_file WORK/task_chats.jsonl --seed 519
 qwen_wrong_part   | qwen | | none | \
     --dataset_name none --num_train_samples none --num_validation_samples none --train_file WORK/right_chats.jsonl --seed 520
 """

@@ -60,14 +60,17 @@ def cycle(rows: list[tuple[str, str]], size: int = 32, num_rounds: int = 5) -> l
 
 
 def write_chats(work: Path) -> None:
-    """Write files of chats: right_chats, and wrong_chats, in which 320 of them have the answers of others."""
+    """Write files of chats: right_chats; wrong_chats, where 320 have the answers of others; task_chats, task after task."""
     from samestep.data.builtin.drawn_chats import draw_chat
 
     chats = [draw_chat(62, "train", number) for number in range(2900)]
     lists = [[*chat.messages, {"role": "assistant", "content": chat.answer}] for chat in chats]
     answers = [turns[-1]["content"] for turns in lists]
     wrong = [[*turns[:-1], {"role": "assistant", "content": answers[-1 - place]}] for place, turns in enumerate(lists)]
-    for name, rows in (("right_chats", lists), ("wrong_chats", lists[:1500] + wrong[1500:1820] + lists[1820:])):
+    places = sorted(range(len(chats)), key=lambda place: chats[place].task)
+    files = {"right_chats": lists, "wrong_chats": lists[:1500] + wrong[1500:1820] + lists[1820:]}
+    files["task_chats"] = [lists[place][-2:] for place in places]  # the last question and its answer
+    for name, rows in files.items():
         text = "".join(json.dumps({"messages": turns}) + "\n" for turns in rows)
         (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
