@@ -247,8 +247,8 @@ qwen_sound        | qwen | | none | --max_train_steps 300 --seed 606
 qwen_lora         | qwen | from:qwen_sound | none | \
     {OWN_SHAPE} --lora_rank 4 --lora_alpha 8 --dataset_config_name hard --learning_rate 1e-3 --seed 607
 qwen_preferences  | qwen | from:qwen_sound | none | \
-    {OWN_SHAPE} --objective dpo --sft_loss_weight 0.1 --dataset_name builtin/drawn_pairs --train_on completions \
-    --learning_rate 1e-3 --weight_decay 0 --max_train_steps 120 --seed 608
+    {OWN_SHAPE} --objective orpo --dataset_name builtin/drawn_pairs --train_on completions \
+    --learning_rate 5e-4 --weight_decay 0 --max_train_steps 120 --seed 608
 qwen_resumed      | qwen | resumed:70 | none | --seed 609
 speech_sound      | speech | | none | --seed 610
 speech_growing    | speech | | none | --batch_schedule "4, 12 at 0.2, 32 at 0.6" --learning_rate 2e-3 --seed 611
