@@ -251,7 +251,7 @@ qwen_preferences  | qwen | from:qwen_sound | none | \
     --learning_rate 5e-4 --weight_decay 0 --max_train_steps 120 --seed 608
 qwen_resumed      | qwen | resumed:70 | none | --seed 609
 speech_sound      | speech | | none | --seed 610
-speech_growing    | speech | | none | --batch_schedule "4, 12 at 0.2, 32 at 0.6" --learning_rate 2e-3 --seed 611
+speech_growing    | speech | | none | --batch_schedule "4, 8 at 0.2, 16 at 0.6" --learning_rate 2e-3 --seed 611
 speech_long       | speech | from:speech_sound | none | \
     {NO_HEADS} --num_decoder_layers none --lr_scheduler_type constant --learning_rate 2e-5 --max_train_steps 250 --seed 612
 captcha_sound     | captcha | | none | --seed 613
