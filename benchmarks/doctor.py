@@ -37,7 +37,9 @@ STEPS = 30
 NOTE = (
     "At first sight 17 of 20 broken ones were named, and 1 of 20 sound ones was accused (`review_sound`, of divergence): by "
     "the rules as they were before the runs for the check were made. The last step alone was taken for the lowest level of a "
-    "loss. That rule was mended, and the runs of `again` were made. The tables have the rules as they are now."
+    "loss. That rule was mended, and the runs of `again` were made. At first sight of `blind`, which somebody listed and trained "
+    "who had not read the rules, 15 of 20 broken ones were named, all by the first finding, and 0 of 20 sound ones were "
+    "accused. The tables have the rules as they are now."
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
