@@ -1,13 +1,19 @@
 """Finds what the data do to a run: overfitting, and traces of the order of the samples."""
 
+import itertools
+
 import numpy as np
 
 from samestep.contrib.doctor.curve import SIDE, Curve, find_edges
 from samestep.contrib.doctor.findings import Finding
+from samestep.contrib.doctor.loss_rules import find_spike
 from samestep.contrib.doctor.signals import correlate, find_level, find_scatter
 
 WORSE, GAP = 0.05, 0.5
 """Rise of the held-out loss from its lowest, and its distance to the training loss, over the fall of the training loss."""
+KNOWN_BY_HEART, KNOWN_GAP = 0.1, 0.15
+"""Training loss over the held-out one up to which samples are known by heart, and the distance, over the fall, that this
+needs where the held-out loss falls no more."""
 
 
 def find_overfitting(curve: Curve) -> Finding | None:
@@ -26,7 +32,9 @@ def find_overfitting(curve: Curve) -> Finding | None:
     offset = float(losses[0] - curve.loss[0]) if is_from_start else 0.0
     gap = float(losses[-1] - curve.end) - offset
     has_gap = is_from_start and gap > GAP * curve.fall and fall_since >= 0 and curve.fall > 4 * curve.scatter
-    if not (has_risen or has_gap):
+    is_known = 0 <= curve.end < KNOWN_BY_HEART * losses[-1] and gap > max(KNOWN_GAP * curve.fall, 4 * curve.scatter)
+    is_known = is_known and low < len(losses) - 1 and fall_since > 0
+    if not (has_risen or has_gap or is_known):
         return None
     first = int(steps[low])
     saw = (
@@ -52,7 +60,7 @@ REPEATED, CERTAIN = 0.35, 4.0
 
 def find_order(curve: Curve) -> Finding | None:
     """Find traces of the order of the data: a pattern that comes again in each epoch, or a stretch that is unlike the rest."""
-    return _find_repeated(curve) or _find_stretch(curve)
+    return _find_repeated(curve) or _find_sorted(curve) or _find_stretch(curve) or _find_higher_part(curve)
 
 
 def _find_repeated(curve: Curve) -> Finding | None:
@@ -75,6 +83,44 @@ def _find_repeated(curve: Curve) -> Finding | None:
         saw="the loss has the same pattern in each epoch: the samples come in the same order",
         knob="shuffle the data anew in each epoch",
         evidence={"correlation_of_epochs": correlation, "steps_per_epoch": float(per_epoch), "steps": len(later)},
+    )
+
+
+NEW, NUM_NEW = 6.0, 2
+"""Scatters by which the loss leaps up where samples of another kind begin, and leaps from which on the data are sorted."""
+
+
+def _find_sorted(curve: Curve) -> Finding | None:
+    """Find leaps up, each from a calm loss that had fallen to one as calm that falls anew: data that are sorted by kind.
+
+    An unstable loss leaps, too, but it is wild around its leaps, or is back within a few steps.
+    """
+    loss, n, rates = curve.loss, curve.num_steps, curve.history.columns["learning_rate"]
+    places, edges = find_edges(loss)
+    leaps: list[int] = []
+    for place, edge in zip(places.tolist(), edges.tolist(), strict=True):
+        is_peak = edge == edges[max(0, place - places[0] - SIDE) : place - places[0] + SIDE + 1].max()
+        if not is_peak or not 2 * SIDE <= place < n - 3 * SIDE or edge < max(NEW * curve.scatter, 0.15 * curve.fall):
+            continue
+        before, after = loss[place - 2 * SIDE : place - 1], loss[place + 2 : place + 2 * SIDE]
+        base, has_restarted = float(np.median(before)), rates[place + SIDE] > 1.5 * rates[place - SIDE]
+        is_calm = max(find_scatter(before), find_scatter(after)) <= UNEVEN * curve.scatter
+        stays = float(np.median(loss[place + SIDE : place + 3 * SIDE])) - base > edge / 3
+        if is_calm and stays and not has_restarted and not (leaps and place - leaps[-1] < 2 * SIDE):
+            leaps.append(place)
+    if len(leaps) < NUM_NEW:
+        return None
+    falls = [float(np.median(loss[a : a + SIDE]) - np.median(loss[b - SIDE : b])) for a, b in itertools.pairwise(leaps)]
+    if min(falls) < 3 * curve.scatter:
+        return None
+    first = curve.step(leaps[0])
+    return Finding(
+        kind="order",
+        step=first,
+        saw=f"the loss leaps up {len(leaps)} times, from step {first:,} on, and falls anew from there: samples of one kind "
+        "come after those of another",
+        knob="shuffle the data: they are sorted, by source, label or task",
+        evidence={"leaps": len(leaps), "last": curve.step(leaps[-1]), "scatter": curve.scatter},
     )
 
 
@@ -116,3 +162,41 @@ def _find_stretch(curve: Curve) -> Finding | None:
                 },
             )
     return None
+
+
+ERRORS = 4.0
+"""Standard errors by which the mean loss of a part is above those before and behind it."""
+
+
+def _find_higher_part(curve: Curve) -> Finding | None:
+    """Find a part of a run whose mean loss is higher than before and behind it, though no step of it stands out.
+
+    Parts are 1/15 to 1/5 of the run. Their errors are those of 10 to 30 steps, also where they are longer: the loss of a long
+    run wanders. A leap that comes down slowly is a spike.
+    """
+    loss, n, rates = curve.loss, curve.num_steps, curve.history.columns["learning_rate"]
+    unit = n // 30
+    if unit < 2 or find_spike(curve) is not None:
+        return None
+    best, found, side = ERRORS, None, 3 * unit
+    for length in range(2 * unit, 7 * unit, unit):
+        error = float(np.sqrt(1 / min(length, 5 * (length // unit)) + 1 / min(side, 15)))
+        for start in range(side, n - length - side + 1, max(1, unit // 5)):
+            end = start + length
+            before, inside, behind = loss[start - side : start], loss[start:end], loss[end : end + side]
+            height = float(inside.mean() - max(before.mean(), behind.mean()))
+            if height <= best * curve.scatter * error or rates[start - side : end].max() > 1.5 * rates[start - side]:
+                continue
+            errors = height / (max(curve.scatter, *map(find_scatter, (before, inside, behind))) * error)
+            if errors > best:
+                best, found = errors, (start, end)
+    if found is None:
+        return None
+    first, last = curve.step(found[0]), curve.step(found[1] - 1)
+    return Finding(
+        kind="order",
+        step=first,
+        saw=f"steps {first:,} to {last:,} have a higher mean loss than those before and behind: their samples are others",
+        knob="look at the samples of these steps (a file, a source, labels); shuffle the data",
+        evidence={"inside": float(loss[slice(*found)].mean()), "standard_errors": best},
+    )

@@ -29,6 +29,10 @@ def find_divergence(curve: Curve) -> Finding | None:
         above = np.flatnonzero(curve.level[low:] > curve.level[low] + rise / 2)
         step = curve.step(low + int(above[0])) if len(above) else curve.step(low)
         saw = f"the loss rises from {curve.level[low]:.4g} in step {curve.step(low):,} to {curve.end:.4g}, and stays there"
+    elif (worse := _find_worse(curve)) is not None and find_spike(curve) is None:
+        low, held_out = worse
+        step = curve.step(low)
+        saw = f"from step {step:,} on the loss rises, to {curve.end:.4g} at the end, and the held-out loss by {held_out:.2g}"
     else:
         return None
     return Finding(
@@ -38,6 +42,33 @@ def find_divergence(curve: Curve) -> Finding | None:
         knob="learning_rate: a third, with warm-up and max_grad_norm 1; adam_beta2 nearer to 1 if it is below 0.95",
         evidence={"lowest": float(curve.level[low]), "end": curve.end, "scatter": curve.scatter},
     )
+
+
+BOTH = 0.03
+"""Rise of both losses, of training and held-out samples, over the fall, from which on a run gets worse."""
+
+
+def _find_worse(curve: Curve) -> tuple[int, float] | None:
+    """Find a training loss and a held-out one that both rise to the end: its place, and the rise of the held-out loss.
+
+    A rise of both is no noise of batches, and no overfitting, even where it is small. After a restart of the rate both rise
+    for a while, which is none.
+    """
+    history, n = curve.history, curve.num_steps
+    width = max(10, n // 8)
+    level, losses, rates = find_level(curve.loss, width | 1), history.eval_losses, history.columns["learning_rate"]
+    if len(losses) < 5 or not np.isfinite(losses).all() or n < 5 * width:
+        return None
+    low = width + int(level[width : n - width].argmin())
+    rise = float(np.median(curve.loss[-width:]) - level[low])
+    lowest = int(losses.argmin())
+    held_out = float(np.median(losses[-2:]) - losses[lowest])
+    bound = max(
+        BOTH * curve.fall, 2 * 1.25 * curve.scatter * float(np.sqrt(2 / width))
+    )  # 1.25: a median's error / a mean's
+    has_restarted = bool((rates[low + 1 :] > 1.5 * rates[low:-1]).any())
+    is_late = low >= n - 2 * width or lowest >= len(losses) - 2
+    return None if has_restarted or is_late or rise < bound or held_out < BOTH * curve.fall else (low, held_out)
 
 
 def _find_scatter_around(curve: Curve, *places: int) -> float:
@@ -108,7 +139,8 @@ def _find_hill(curve: Curve) -> Finding | None:
     places, edges = find_edges(loss)
     if not len(places):
         return None
-    ups = places[edges > max(HIGHER * curve.scatter, 0.3 * curve.fall)]
+    below = find_level(loss, SIDE)[places - SIDE // 2 - 1]  # a loss that doubles has leapt, wherever it began
+    ups = places[edges > np.maximum(HIGHER * curve.scatter, np.minimum(0.3 * curve.fall, np.abs(below)))]
     ups = ups[(ups >= EARLY * n) & (ups < n - 3 * SIDE)]
     if not len(ups) or np.count_nonzero(np.diff(ups) > SIDE):
         return None
