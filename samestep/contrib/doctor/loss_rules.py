@@ -56,11 +56,13 @@ def _find_worse(curve: Curve) -> tuple[int, float] | None:
     """
     history, n = curve.history, curve.num_steps
     width = max(10, n // 8)
-    level, losses, rates = find_level(curve.loss, width | 1), history.eval_losses, history.columns["learning_rate"]
+    losses, rates = history.eval_losses, history.columns["learning_rate"]
     if len(losses) < 5 or not np.isfinite(losses).all() or n < 5 * width:
         return None
-    low = width + int(level[width : n - width].argmin())
-    rise = float(np.median(curve.loss[-width:]) - level[low])
+    starts = range(width // 2, n - width, max(1, width // 20))
+    levels = [float(np.median(curve.loss[start : start + width])) for start in starts]
+    low = starts[int(np.argmin(levels))] + width // 2
+    rise = float(np.median(curve.loss[-width:])) - min(levels)
     lowest = int(losses.argmin())
     held_out = float(np.median(losses[-2:]) - losses[lowest])
     bound = max(
