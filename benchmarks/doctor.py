@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from doctored.cases import AGAIN, BLIND, CHECK, FIT, TWINS, read_cases
+from doctored.cases import AGAIN, BLIND, CHECK, FIT, FRESH, FRESH_TWINS, TWINS, read_cases
 from harness import ROOT, about, flags, open_work_folder, page, table, write, write_part
 from harness import part as harness_part
 
 KEPT = Path(__file__).parent / "doctored"
-GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN, "blind": BLIND}
-KEPT_GROUPS = {**GROUPS, "twins": TWINS}
+GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN, "blind": BLIND, "fresh": FRESH}
+KEPT_GROUPS = {**GROUPS, "twins": TWINS, "fresh_twins": FRESH_TWINS}
 """Twins are not judged: their losses stand beside those of the broken runs."""
 COSTS = {
     "gpt2_small_cpu": "pretrain_gpt2",
@@ -68,7 +68,7 @@ def train_all(group: str, names: list[str], work: Path) -> None:
         run = train(case, scripts[case.script], work)
         if run is None:
             continue
-        if group == "twins":
+        if group.endswith("twins"):
             run["layers"] = []
         kept[case.name] = run
         print(case.name, run["code"], len(run["steps"]["loss"]), flush=True)

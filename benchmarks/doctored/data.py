@@ -21,6 +21,9 @@ def write_texts(work: Path) -> None:
     texts = {"texts": rows[:900], "some": rows[:120], "few": rows[-12:], "other": rows[-100:-40]}
     texts["bad_shard"] = rows[:300] + noise + rows[300:900]
     texts["reversed_shard"] = rows[:450] + [row[::-1] for row in rows[450:600]] + rows[600:900]
+    texts["two_kinds"] = (
+        rows[:200] + [row[::-1] for row in rows[200:400]] + rows[400:600] + [row[::-1] for row in rows[600:800]]
+    )
     for name, lines in texts.items():
         text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
         (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -44,6 +47,9 @@ def write_labels(work: Path) -> None:
     tables["sorted_reviews"] = sorted(two, key=lambda row: row[1])
     tables["wrong_reviews"] = two[:900] + [(t, "bad" if y == "good" else "good") for t, y in two[900:1060]] + two[1060:]
     tables["few_reviews"], tables["other_reviews"] = two[-40:], two[-140:-40]
+    good, bad = ([row for row in two[:-140] if row[1] == label][:640] for label in ("good", "bad"))
+    turns = [(good, bad)[turn % 2][turn // 2 * 32 : turn // 2 * 32 + 32] for turn in range(40)]
+    tables["turns"], tables["some_reviews"] = [row for rows_of_one in turns for row in rows_of_one], two[:60]
     tables["cycle"] = cycle(rows[:-60])
     tables["noise"] = [(text, rng.choice(PARTS) if rng.random() < 0.25 else label) for text, label in rows]
     tables["ragged"] = [(" ".join(text.split()[: rng.choice((2, 4, 8, 30))]), label) for text, label in rows]
