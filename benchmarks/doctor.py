@@ -3,7 +3,8 @@
     make bench NAME=doctor
 
 `doctored/cases.py` lists the runs: 20 broken and 20 sound to fit the rules by, as many to check them, of other recipes,
-settings and seeds. What each left is kept in `doctored/`, so that only the judgement is made anew; --train makes the runs anew.
+settings and seeds, as many that were listed blind, and fresh ones after each mending. What each left is kept in `doctored/`, so
+that only the judgement is made anew; --train makes the runs anew. A twin is a broken run without its fault; it is not judged.
 
 A broken run is named if one of the findings is of a kind that its line lists. A sound run is accused if there is any finding.
 The cost of --watch_layers is the CPU seconds in its methods over those of the whole steps, at one measurement in ten steps.
@@ -26,6 +27,7 @@ KEPT = Path(__file__).parent / "doctored"
 GROUPS = {"fit": FIT, "check": CHECK, "again": AGAIN, "blind": BLIND, "fresh": FRESH}
 KEPT_GROUPS = {**GROUPS, "twins": TWINS, "fresh_twins": FRESH_TWINS}
 """Twins are not judged: their losses stand beside those of the broken runs."""
+TWINS_OF = {"blind": "twins", "fresh": "fresh_twins"}
 COSTS = {
     "gpt2_small_cpu": "pretrain_gpt2",
     "resnet_digits_cpu": "train_image_classifier",
@@ -37,9 +39,9 @@ STEPS = 30
 NOTE = (
     "At first sight 17 of 20 broken ones were named, and 1 of 20 sound ones was accused (`review_sound`, of divergence): by "
     "the rules as they were before the runs for the check were made. The last step alone was taken for the lowest level of a "
-    "loss. That rule was mended, and the runs of `again` were made. At first sight of `blind`, which somebody listed and trained "
-    "who had not read the rules, 15 of 20 broken ones were named, all by the first finding, and 0 of 20 sound ones were "
-    "accused. The tables have the rules as they are now."
+    "loss. That rule was mended, and the runs of `again` were made. At first sight of `blind`, which was listed and trained "
+    "without knowledge of the rules, 15 of 20 broken ones were named, all by the first finding, and 0 of 20 sound ones were "
+    "accused. Rules were mended, and the runs of `fresh` were made. FRESH_SIGHT The tables have the rules as they are now."
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,6 +92,7 @@ def judge_group(group: str) -> list[dict[str, Any]]:
     from samestep.contrib.doctor.rules import judge
 
     runs, rows = {run["name"]: run for run in read_runs(group)}, []
+    twins = {run["name"]: run["evaluations"][-1]["eval_loss"] for run in read_runs(TWINS_OF.get(group, ""))}
     for case in read_cases(GROUPS[group]):
         run = runs[case.name]
         columns = run["steps"]
@@ -97,8 +100,11 @@ def judge_group(group: str) -> list[dict[str, Any]]:
         found = choose(judge(make_history(lines + run["evaluations"], run["layers"], run["recipe"])))
         kinds = [finding.kind for finding in found]
         is_right = bool(set(kinds) & set(case.accepted)) if case.accepted else not kinds
+        losses = {}
+        if case.name in twins:
+            losses = {"eval_loss": run["evaluations"][-1]["eval_loss"], "eval_loss_of_twin": twins[case.name]}
         row = {"name": case.name, "expected": list(case.accepted), "found": [[f.kind, f.step] for f in found]}
-        rows.append(row | {"is_first": bool(kinds) and kinds[0] in case.accepted, "is_right": is_right})
+        rows.append(row | {"is_first": bool(kinds) and kinds[0] in case.accepted, "is_right": is_right} | losses)
     return rows
 
 
@@ -196,6 +202,8 @@ def markdown(results: dict[str, Any]) -> str:
     body = count(results)
     body += f"\n{results['note']}\n" if results.get("note") else ""
     for group, text in (
+        ("fresh", "Fresh runs, after rules were mended by the blind ones"),
+        ("blind", "Runs that were listed and trained without knowledge of the rules"),
         ("check", "Runs for the check"),
         ("again", "Sound runs that were made after a rule was mended"),
         ("fit", "Runs that the rules were fitted by"),
@@ -211,6 +219,16 @@ def markdown(results: dict[str, Any]) -> str:
             for row in results[group]
         ]
         body += table("run | named by | found | right", cells)
+        costs = [
+            [row["name"], *(f"{row[name]:.4g}" for name in ("eval_loss", "eval_loss_of_twin"))]
+            for row in results[group]
+            if "eval_loss_of_twin" in row
+        ]
+        if costs:
+            body += (
+                "\nWhat the fault cost: the held-out loss at the end, and that of the same run without the fault.\n\n"
+            )
+            body += table("run | held-out loss | without the fault", costs)
     body += "\n## Cost of --watch_layers 10\n\n"
     rows = [
         [row["recipe"], f"{row['seconds']:.1f}", f"{row['own_seconds']:.3f}", f"{row['share']:.2%}"]

@@ -129,6 +129,57 @@ def test_each_fault_of_a_curve_is_named(seed):
     assert judge(sound + 0.2 * np.random.default_rng(seed).normal(size=n), epoch=epochs) == []
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_kinds_of_samples_one_after_another_are_named(seed):
+    places = np.arange(160)
+    begins = np.searchsorted([40, 80, 120], places, side="right")
+    falls = np.exp(-(places % 40) / 12)
+    noise = 0.05 * np.random.default_rng(seed).normal(size=160)
+    assert judge(3 + 2 * falls + noise) == ["order"]
+    assert judge(3 + 2 * falls + noise, learning_rate=falls) == [], "restarts of the rate"
+    assert judge(5 + 2 * falls * (begins == 0) + noise) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_part_of_a_run_that_is_higher_in_the_mean_is_named(seed):
+    losses = draw(seed, 300, noise=0.1)
+    assert judge(losses) == []
+    losses[180:220] += 0.25  # no step of it stands out
+    assert judge(losses) == ["order"]
+    assert judge(losses, learning_rate=np.where(np.arange(300) < 170, 1e-3, 2e-3)) == [], "the rate was raised there"
+
+
+def test_a_leap_counts_against_the_loss_that_it_comes_from():
+    losses = draw(0, 200) - 3.7  # from 2.3 down to 0.3
+    losses[120:150] += np.interp(np.arange(30), [0, 3, 10, 30], [0.2, 0.55, 0.45, 0.1])
+    assert judge(losses) == ["spike"]
+    assert judge(losses + 3) == ["order"], "a seventh of the loss: a part of the run that is higher"
+
+
+def judge_evaluated(losses, evaluations) -> list[str]:
+    """Judge a run with evaluations after equal parts of it."""
+    lines = [{"step": number, "loss": float(loss)} for number, loss in enumerate(losses, 1)]
+    every = len(losses) // (len(evaluations) - 1)
+    lines += [{"step": number * every, "eval_loss": loss} for number, loss in enumerate(evaluations)]
+    return [finding.kind for finding in choose(rules.judge(make_history(lines)))]
+
+
+def test_both_losses_that_rise_a_little_diverge():
+    losses = draw(0, noise=0.03)
+    losses[75:] += 0.2 * np.arange(75) / 75
+    rising = [6.1, 5.0, 4.4, 4.1, 4.12, 4.17, 4.22]
+    assert judge_evaluated(losses, rising) == ["divergence"]
+    assert judge_evaluated(losses, sorted(rising, reverse=True)) == [], "the held-out loss falls"
+    assert judge_evaluated(draw(0, noise=0.03), sorted(rising, reverse=True)) == []
+
+
+def test_samples_that_are_known_by_heart_are_overfitting():
+    losses = 2 * np.exp(-np.arange(150) / 15) + 0.003
+    assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.6, 0.61, 0.61]) == ["overfitting"]
+    assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.5, 0.4, 0.3]) == [], "it still falls"
+    assert judge_evaluated(losses, [2.0, 1.2, 0.3, 0.05, 0.02, 0.02, 0.02]) == []
+
+
 def test_a_loss_that_ends_as_no_number_diverges():
     losses = np.append(draw(0), [np.nan, np.nan])
     assert judge(losses) == ["divergence"]
@@ -263,7 +314,10 @@ def benchmark():
     return load_benchmark("doctor")
 
 
-@pytest.mark.parametrize(("group", "num_broken", "num_sound"), [("fit", 20, 20), ("check", 20, 20), ("again", 0, 12)])
+KEPT = [("fit", 20, 20), ("check", 20, 20), ("again", 0, 12), ("blind", 20, 20), ("fresh", 10, 15)]
+
+
+@pytest.mark.parametrize(("group", "num_broken", "num_sound"), KEPT)
 def test_kept_runs_are_judged_as_the_page_says(benchmark, group, num_broken, num_sound):
     results = json.loads((ROOT / "benchmarks" / "results" / "doctor.json").read_text())
     rows = benchmark.judge_group(group)

@@ -297,9 +297,9 @@ modern_two_kinds  | pretrain_modern | sorted | order | --train_file WORK/two_kin
 review_by_heart   | finetune_reviews | | overfitting | \
     --train_file WORK/some_reviews.csv --validation_file WORK/other_reviews.csv --learning_rate 2e-3 \
     --max_train_steps 220 --seed 702
-spell_ramp        | finetune_seq2seq | ramp:60 | {RATE} | --learning_rate 1e-3 --lr_scheduler_type constant --seed 703
+spell_ramp        | finetune_seq2seq | ramp:400 | {RATE} | --learning_rate 1e-3 --lr_scheduler_type constant --seed 703
 gpt_reversed      | pretrain_gpt2 | sorted | order,spike | --train_file WORK/reversed_shard.jsonl --seed 704
-muon_rate_20      | deep_muon | | {RATE} | --learning_rate 0.12 --muon_learning_rate 0.3 --seed 705
+embed_rate_80     | embed | | {RATE} | --learning_rate 0.16 --seed 705
 embed_dead        | embed | dead:layer.0. | dead_layer | --seed 706
 spell_upset       | finetune_seq2seq | upset:95:decoder.:2 | spike | --seed 707
 speech_clipped    | speech | | clipping | --max_grad_norm 1e-9 --seed 708
@@ -314,12 +314,10 @@ spell_small       | finetune_seq2seq | | none | --global_batch_size 4 --learning
 embed_cls         | embed | | none | --pooling cls --temperature 0.1 --global_batch_size 32 --max_train_steps 130 --seed 805
 masks_many        | pretrain_modern_bert | | none | --mlm_probability 0.4 --seed 806
 captcha_norm      | captcha | | none | --normalization batch --global_batch_size 8 --learning_rate 0.02 --seed 807
-captcha_restarts_2 | captcha | restarts:70 | none | --max_train_steps 210 --seed 808
 muon_small        | deep_muon | | none | --global_batch_size 2 --seed 809
 labels_dropout    | deep_labels | | none | --hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2 --seed 810
 labels_long       | deep_labels | from:labels_dropout | none | \
     --lr_scheduler_type constant --learning_rate 3e-5 --max_train_steps 260 --seed 811
-review_growing    | finetune_reviews | | none | --batch_schedule "8, 16 at 0.3, 32 at 0.6" --lr_scaling_rule none --seed 812
 speech_resumed    | speech | resumed:90 | none | --lr_scheduler_type constant --learning_rate 2e-3 --seed 813
 chars_floor       | chars | | none | --min_lr_ratio 0.2 --global_batch_size 32 --lr_scaling_rule none --seed 814
 qwen_levels       | qwen | | none | \
@@ -331,7 +329,7 @@ modern_two_kinds  | pretrain_modern | | none | --train_file WORK/two_kinds.jsonl
 review_by_heart   | finetune_reviews | | none | --learning_rate 2e-3 --max_train_steps 220 --seed 702
 spell_ramp        | finetune_seq2seq | | none | --learning_rate 1e-3 --lr_scheduler_type constant --seed 703
 gpt_reversed      | pretrain_gpt2 | | none | --seed 704
-muon_rate_20      | deep_muon | | none | --seed 705
+embed_rate_80     | embed | | none | --seed 705
 embed_dead        | embed | | none | --seed 706
 spell_upset       | finetune_seq2seq | | none | --seed 707
 speech_clipped    | speech | | none | --seed 708
