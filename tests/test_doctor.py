@@ -314,7 +314,7 @@ def benchmark():
     return load_benchmark("doctor")
 
 
-KEPT = [("fit", 20, 20), ("check", 20, 20), ("again", 0, 12), ("blind", 20, 20), ("fresh", 10, 15)]
+KEPT = [("fit", 20, 20), ("check", 20, 20), ("again", 0, 12), ("blind", 20, 20), ("fresh", 10, 13)]
 
 
 @pytest.mark.parametrize(("group", "num_broken", "num_sound"), KEPT)
