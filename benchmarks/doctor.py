@@ -41,7 +41,9 @@ NOTE = (
     "the rules as they were before the runs for the check were made. The last step alone was taken for the lowest level of a "
     "loss. That rule was mended, and the runs of `again` were made. At first sight of `blind`, which was listed and trained "
     "without knowledge of the rules, 15 of 20 broken ones were named, all by the first finding, and 0 of 20 sound ones were "
-    "accused. Rules were mended, and the runs of `fresh` were made. FRESH_SIGHT The tables have the rules as they are now."
+    "accused. Rules were mended, and the runs of `fresh` were made. At first sight "
+    "of these 8 of 10 were named, 7 by the first finding, and 1 of 13 sound ones was accused (`embed_cls`, of oscillation and "
+    "overfitting); these rules were mended, too, and no runs were made since. The tables have the rules as they are now."
 )
 
 # ---------------------------------------------------------------------------------------------------------------------

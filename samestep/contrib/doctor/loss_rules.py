@@ -56,7 +56,7 @@ def _find_worse(curve: Curve) -> tuple[int, float] | None:
     """
     history, n = curve.history, curve.num_steps
     width = max(10, n // 8)
-    losses, rates = history.eval_losses, history.columns["learning_rate"]
+    losses = history.eval_losses
     if len(losses) < 5 or not np.isfinite(losses).all() or n < 5 * width:
         return None
     starts = range(width // 2, n - width, max(1, width // 20))
@@ -68,7 +68,7 @@ def _find_worse(curve: Curve) -> tuple[int, float] | None:
     bound = max(
         BOTH * curve.fall, 2 * 1.25 * curve.scatter * float(np.sqrt(2 / width))
     )  # 1.25: a median's error / a mean's
-    has_restarted = bool((rates[low + 1 :] > 1.5 * rates[low:-1]).any())
+    has_restarted = bool((curve.restarts > low).any())
     is_late = low >= n - 2 * width or lowest >= len(losses) - 2
     return None if has_restarted or is_late or rise < bound or held_out < BOTH * curve.fall else (low, held_out)
 
@@ -173,17 +173,22 @@ def find_oscillation(curve: Curve) -> Finding | None:
     width = max(20, curve.num_steps // 5)
     starts = range(0, curve.num_steps - width + 1, width)
     scatters = [find_scatter(curve.loss[start : start + width]) for start in starts]
+    levels = [float(np.median(curve.loss[start : start + width])) for start in starts]
     knob = "adam_beta2: 0.95 or more, adam_beta1 (or sgd_momentum): 0.9; then learning_rate: half"
     for number, scatter in enumerate(scatters[1:], 1):
-        calm = max(min(scatters[:number]), 1e-6 * abs(curve.end))
-        if scatter > WILDER * calm and scatter > 0.25 * curve.fall:
+        calmest = int(np.argmin(scatters[:number]))
+        calm = max(scatters[calmest], 1e-6 * abs(curve.end))
+        has_begun = (
+            levels[number] < levels[calmest] - scatter / 2
+        )  # a loss that is still has no noise; one that falls has
+        if scatter > WILDER * calm and scatter > 0.25 * curve.fall and not has_begun:
             step = curve.step(starts[number])
             saw = f"the loss goes up and down from step {step:,} on, {scatter / calm:.0f} times as far as before"
             return Finding(
                 kind="oscillation", step=step, saw=saw, knob=knob, evidence={"scatter": scatter, "scatter_before": calm}
             )
     period, correlation = _find_period(curve)
-    if correlation < PERIODIC:
+    if correlation < PERIODIC or len(curve.restarts) > 1:  # a rate that restarts gives the loss its period
         return None
     saw = f"the loss goes up and down with a period of {period} steps"
     return Finding(
