@@ -70,6 +70,9 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
         yield from _wrap_command(command)
     else:
         yield from _wrap(f"  {answer['hint']}", indent="  ")
+    if command and answer.get("job_command"):
+        yield "  or, as a job for Slurm (other engines: samestep launch --help)"
+        yield from _wrap_command(answer["job_command"])
     if command and is_installed():
         yield "  scripts/ is in the repository, not in the installed package: run it from a checkout"
     remarks = [*answer["warnings"], *answer["notes"]]
@@ -133,7 +136,10 @@ def _describe_end(answer: dict[str, Any]) -> str:
     ends = [find_end(start, seconds) for seconds in (answer["seconds_to_end"], *answer["seconds_to_end_range"])]
     if None in ends:
         return ""
-    return f"It ends on {format_day(ends[0], start)}{condition} ({' to '.join(format_day(end, start) for end in ends[1:])})"
+    days = [format_day(end, start) for end in ends]
+    if len({end.date() for end in ends}) == 1 and all(":" in day for day in days):  # the day is said once
+        days[1:] = [f"{end:%H:%M}" for end in ends[1:]]
+    return f"It ends on {days[0]}{condition} ({' to '.join(days[1:])})"
 
 
 def format_day(end: datetime.datetime, start: datetime.datetime) -> str:
@@ -349,7 +355,7 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     need, capacity = answer["memory_needed"] / 1e9, answer["memory_of_device"] / 1e9
     yield (
         "margins",
-        f"{need:.1f} GB of {capacity:.1f}. That is the plan,  {BAND:.0%} that it may miss (no GPU was measured), and "
+        f"{need:.1f} GB of {capacity:.1f}. That is the plan, with {BAND:.0%} by which it may miss (no GPU was measured), and "
         f"{RESERVED / 1e9:g} GB left alone. nvidia-smi shows what the allocator holds, up to a third more than is in use",
     )
     yield "host RAM", f"at least {_size(answer['host_memory'])} on a machine: {answer['host_memory_why']}"

@@ -52,8 +52,10 @@ def read_recipe(
     if not argv or argv[0].startswith("-"):
         parser = make_subject_parser(command, "RECIPE")
         parser.add_settings(settings_class)
-        parser.parse(argv)
-        raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them)")
+        if {"-h", "--help"} & {*argv}:
+            parser.parse(argv)
+        hint = "; behind one, --model_name_or_path names another model" if "--model_name_or_path" in argv else ""
+        raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them){hint}")
     name, *words = argv
     recipe = recipes.load(name)
     recipe_fields = {field.name for field in dataclasses.fields(recipe)}
