@@ -241,8 +241,9 @@ def test_a_plan_of_several_nodes_has_the_command_of_a_job(capsys, tmp_path):
     words = shlex.split(answer["job_command"])
     words = words[words.index("launch") :]
     words[words.index("job.sbatch")] = str(tmp_path / "job.sbatch")
-    run(capsys, *words)
+    assert exit_code(lambda: cli.main(words)) == 0
     job = (tmp_path / "job.sbatch").read_text()
+    assert "no --time" not in capsys.readouterr().err
     for flag in ("--train_file chats.jsonl", "--learning_rate 2e-05", "--output_dir /shared/runs/NAME"):
         assert flag in job
     assert "#SBATCH --time=" in job
