@@ -155,7 +155,9 @@ def _download_config(name: str) -> dict[str, Any]:
     problem = f"model_name_or_path {format_name(name)} is no folder here and not in the planner's table of base models"
     near = _name_near(name)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        raise UsageError(f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B{near}")
+        raise UsageError(
+            f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B{near}"
+        )
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     cached = sorted(cache.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
     if cached:
@@ -176,7 +178,9 @@ def _download_config(name: str) -> dict[str, Any]:
         if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
             cause = getattr(error.reason, "strerror", None) or reason(OSError(error.reason))
             raise UsageError(f"{problem}, and the hub cannot be reached ({cause}){near}") from None
-        raise UsageError(f"{problem}, and the hub does not give its config.json ({reason(error)[:200]}){near}") from None
+        raise UsageError(
+            f"{problem}, and the hub does not give its config.json ({reason(error)[:200]}){near}"
+        ) from None
 
 
 def find_kind(config: Mapping[str, Any]) -> str | None:

@@ -58,7 +58,7 @@ def test_samples_that_lack_something_are_named(script, tmp_path):
         def collate(self, points):
             return {}
 
-    with pytest.raises(UsageError, match="a Bare, have no max_length, fingerprints, longest: docs/your-own-task.md"):
+    with pytest.raises(UsageError, match=r"a Bare, have no max_length, fingerprints, longest: docs/your-own-task\.md"):
         check_source(Bare())
     assert describe_source(Bare([1.5] * 2000)) == "2,000 samples"
     assert describe_source(script.build(None)[0]) == "61 points"

@@ -289,7 +289,8 @@ class Recipe:
         if num_warmup_steps > longest:
             tenth = schedule.warmup_steps(warmup_ratio=0.1, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
             steps, ratio = (tenth, 0.1) if tenth <= longest else (0, 0)
-            remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer. --stop_after_step tries a few steps of it"
+            remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
+            remedy += "; a few steps of the whole are tried by --stop_after_step"
             if numbers.warmup_epochs is not None:
                 rule = f"--lr_scaling_rule {self.lr_scaling_rule} asks for it"
                 remedy = f"{rule}: give --lr_scaling_rule none --num_warmup_steps {steps}, or train longer"

@@ -21,7 +21,9 @@ def plan(argv: list[str]) -> None:
     elif is_from_scratch:
         name, argv = "from_scratch", [word.replace("--from-scratch", "--from_scratch", 1) for word in argv]
     elif any(re.match("--parameters(=|$)", word) for word in argv):
-        raise UsageError("--parameters without --from_scratch: plan --from_scratch --parameters 400M plans a model of a size")
+        raise UsageError(
+            "--parameters without --from_scratch: plan --from_scratch --parameters 400M plans a model of a size"
+        )
     else:
         name = "plan" if argv and not argv[0].startswith("-") else "plan_model"
     module = importlib.import_module(f"stepplan.cli.{name}")

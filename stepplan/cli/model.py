@@ -84,7 +84,11 @@ def read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any
     )
     if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
         hint = f"it needs a recipe as its first word ({program_name()} list shows them), or --model_name_or_path"
-        hint += "; for a model of a size that you choose: plan --from_scratch --parameters 400M" if command == "plan" else ""
+        hint += (
+            "; for a model of a size that you choose: plan --from_scratch --parameters 400M"
+            if command == "plan"
+            else ""
+        )
         raise UsageError(f"{parser.prog}: {hint}")
     classes = [settings_class, ModelSettings]
     for cls in classes:
