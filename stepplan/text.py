@@ -34,6 +34,8 @@ def write_plan(answer: dict[str, Any]) -> Iterator[str]:
         yield from ("", "Details")
     yield from _wrap(f"{answer['title']}: {answer['description']}", indent=13 * " ")
     yield from (line for name, text in _list_details(answer) for line in _wrap(f"  {name:10} {text}", indent=13 * " "))
+    if "hardware" not in answer:
+        yield "With --on HARDWARE (8xh100) it says what fits there, how long that takes, and how to launch it."
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
