@@ -83,7 +83,9 @@ def read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any
         f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
     )
     if command == "plan":
-        parser.epilog += f"\n{parser.prog} --what_fits 1x3090 --help and {parser.prog} --from_scratch --help show theirs."
+        parser.epilog += (
+            f"\n{parser.prog} --what_fits 1x3090 --help and {parser.prog} --from_scratch --help show theirs."
+        )
     if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
         hint = f"it needs a recipe as its first word ({program_name()} list shows them), or --model_name_or_path"
         size = "; for a model of a size that you choose: plan --from_scratch --parameters 400M"
