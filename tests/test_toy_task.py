@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from common import ROOT, fresh_accelerator, metrics
 
-from samestep.data.steps import check_source, describe_source
+from samestep.data.steps import check_data, describe_source
 from samestep.errors import UsageError
 from samestep.recipe.catalog import TASKS
 from samestep.recipe.settings import setting
@@ -59,7 +59,7 @@ def test_samples_that_lack_something_are_named(script, tmp_path):
             return {}
 
     with pytest.raises(UsageError, match=r"a Bare, have no max_length, fingerprints, longest: docs/your-own-task\.md"):
-        check_source(Bare())
+        check_data((Bare(), None))
     assert describe_source(Bare([1.5] * 2000)) == "2,000 samples"
     assert describe_source(script.build(None)[0]) == "61 points"
     fresh_accelerator()

@@ -50,20 +50,22 @@ class SampleSource(Protocol):
 
 
 NEEDED = ("__len__", "max_length", "fingerprints", "draw", "collate", "longest")
-"""What the samples of a task have; `fingerprints` are a mapping of what else decides them, for checkpoints to compare."""
+"""Names of what the training samples of a task have: `SampleSource`, and `fingerprints`, a mapping of what else decides them."""
 
 
-def check_source(source: Any) -> None:
-    """Check that the samples of a task have what a run needs of them.
+def check_data(data: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Check that the training samples of a task have what a run needs of them; return them, and those that are held out.
 
     Raises:
         UsageError: something is missing; all of it in one error.
     """
+    source, _ = data
     if missing := [name for name in NEEDED if not hasattr(source, name)]:
         raise UsageError(
             f"the training samples, a {type(source).__name__}, have no {', '.join(missing)}: docs/your-own-task.md says what "
             "these are"
         )
+    return data
 
 
 def describe_source(source: Any) -> str:
