@@ -130,6 +130,9 @@ def test_tables_fit_a_terminal(monkeypatch, line, columns):
     wide, narrow = ([word for word in text.split() if word not in ("\\", "|")] for text in texts)
     assert not set(wide) - set(narrow)
     assert len(narrow) >= len(wide)
+    if line.startswith("list") and columns < 100:  # a description goes on where it began
+        first, second, *_ = texts[1].splitlines()
+        assert len(second) - len(second.lstrip()) == first.index("BERT-Base")
 
 
 def test_a_closed_output():
