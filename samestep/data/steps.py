@@ -50,7 +50,7 @@ class SampleSource(Protocol):
 
 
 NEEDED = ("__len__", "max_length", "fingerprints", "draw", "collate", "longest")
-"""Names of what the training samples of a task have: `SampleSource`, and `fingerprints`, a mapping of what else decides them."""
+"""Names of what the training samples of a task have: those of `SampleSource`, and `fingerprints`, what else decides them."""
 
 
 def check_data(data: tuple[Any, Any]) -> tuple[Any, Any]:
