@@ -15,11 +15,12 @@ from compare import check, parameters, relative, untimed_metrics
 from forks import call_in_fork
 from hooks import StepCount
 
+from samestep import cli
 from samestep.contrib.streaming import segments
 from samestep.data import seq2seq
 from samestep.data.arrow import Dataset
 from samestep.data.tokenizer import train_wordpiece
-from samestep.errors import UsageError
+from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 
@@ -352,6 +353,25 @@ def test_what_makes_no_sense_of_a_stream_is_refused(program, more, message):
     argv = tiny_argv(program, ROOT / "x.jsonl", "run", f"--streaming --validation_fraction 0 {more}")
     with pytest.raises(UsageError, match=message):
         run_settings.parse(argv, tasks_of(program), "")
+
+
+@pytest.mark.rooms
+@pytest.mark.parametrize("workload", ["chats", "sources"])
+def test_samples_are_shown_as_they_come(data, capsys, workload, tmp_path):
+    """The first samples of the run with their places; a page, which counts all samples, is refused."""
+    words = (
+        f" --validation_fraction 0 --num_train_epochs none --max_train_steps 9 --tokenizer_name DATA/tokenizer{STREAM}"
+    )
+    recipe = {"chats": "sft_small_cpu", "sources": "seq2seq_small_cpu"}[workload]
+    words = f"show-data {recipe}{words}{WORKLOADS[workload][1]}".replace("DATA", str(data))
+    words = re.sub(r" --(num_generations) \S+", "", words)
+    assert exit_code(lambda: cli.main(words.split())) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"--- sample (\d) \(.*/\d\.jsonl, byte \d+\)", out) == ["0", "1", "2"]
+    assert out.count("]]") >= 3
+    assert "a stream of 7 shards in 6 virtual streams" in out
+    assert exit_code(lambda: cli.main([*words.split(), "--html", str(tmp_path / "page.html")])) == 2
+    assert "html is set, but streaming is true" in capsys.readouterr().err
 
 
 def test_labels_without_held_out_texts_are_numbers(train, data, tmp_path):

@@ -40,9 +40,13 @@ def show_data(argv: list[str]) -> None:
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
     from samestep.contrib.showing.page import write_page
     from samestep.contrib.showing.texts import show_samples
+    from samestep.training.ways import choose_build, is_streamed
 
+    if settings.html is not None and is_streamed(recipe):
+        raise UsageError("html is set, but streaming is true, and a page counts all samples: leave one of them out")
     quiet_libraries()
-    train, held_out = recipe.parts.find("data")(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
+    build = choose_build(recipe, recipe.parts.find("data"))
+    train, held_out = build(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
     if settings.html is not None:
         write_file("html", settings.html, write_page(recipe, train, held_out, settings.num_samples))
         report = getattr(train, "mask_report", None)

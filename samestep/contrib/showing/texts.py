@@ -69,6 +69,8 @@ def show_samples(source: Source, num_samples: int, colour: bool = False) -> list
 
 def find_place(source: Source, sample_id: int) -> str:
     """Find the file and the line, or the like, of a sample; of a pair its origin."""
+    if (streams := getattr(source, "streams", None)) is not None:
+        return str(streams.draw(sample_id).places[0])
     if isinstance(source, Pairs):
         name = source.source_names[int(source.source_numbers[sample_id])]
         return f"pair {sample_id}" if name == "all" else name
@@ -121,9 +123,8 @@ def _read_parts(
 def _read_pair(source: Pairs, sample_id: int) -> list[ShownSequence]:
     """Read a source, of speech its length and rate, and its target, whose given tokens are not trained."""
     sample, sources = source.draw(0, sample_id), source.sources
-    words = sources.describe(sample_id)
     if isinstance(sources, Recordings):
-        words = f"[recording {words}: {sources.measure(sample_id)}]"
+        words = f"[recording {sources.describe(sample_id)}: {sources.measure(sample_id)}]"
         parts = [Part(_printable(words), False)]
     else:
         tokens = np.asarray(sample.source)

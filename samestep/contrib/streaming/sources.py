@@ -63,6 +63,10 @@ class Streamed:
         """Draw sample t of the run."""
         raise NotImplementedError
 
+    def choose_samples(self, num_samples: int) -> list[int]:
+        """Choose samples to be shown: the first ones of the run."""
+        return [*range(num_samples)]
+
     def describe_stream(self) -> str:
         """Say how many shards and streams there are."""
         files = {shard.name for source in self.streams.sources for shard in source.shards}
