@@ -10,10 +10,8 @@ from common import ROOT, all_metrics, load_benchmark, metrics
 
 from samestep import cli
 from samestep.contrib.doctor import command, rules
-from samestep.contrib.doctor.curve import make_curve
 from samestep.contrib.doctor.findings import EXPLAINS, MOST, Finding, choose
 from samestep.contrib.doctor.history import make_history, read_history
-from samestep.contrib.doctor.loss_rules import find_spike
 from samestep.contrib.noise.meter import find_group
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
@@ -149,18 +147,6 @@ def test_a_part_of_a_run_that_is_higher_in_the_mean_is_named(seed):
     losses[180:220] += 0.25  # no step of it stands out
     assert judge(losses) == ["order"]
     assert judge(losses, learning_rate=np.where(np.arange(300) < 170, 1e-3, 2e-3)) == [], "the rate was raised there"
-
-
-def test_a_leap_counts_against_the_loss_that_it_comes_from():
-    losses = draw(0, 200) - 3.7  # from 2.3 down to 0.3
-    losses[120:150] += np.interp(np.arange(30), [0, 3, 10, 30], [0.2, 0.55, 0.45, 0.1])
-    lines = [{"step": number, "loss": float(loss)} for number, loss in enumerate(losses, 1)]
-    found = [
-        find_spike(make_curve(make_history([line | {"loss": line["loss"] + more} for line in lines])))
-        for more in (0, 3)
-    ]
-    assert found[0] is not None
-    assert found[1] is None, "a seventh of the loss"
 
 
 def judge_evaluated(losses, evaluations, num_epochs=7.5) -> list[str]:
