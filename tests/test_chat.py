@@ -162,6 +162,16 @@ def test_a_model_of_another_kind_is_one_clear_line(tmp_path):
         chat([str(tmp_path), "--once", "a"])
 
 
+def test_a_model_of_images_is_one_line_that_says_how_to_ask_it(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        UsageError,
+        match=r'a LlavaForC\w+, of images and texts, which chat does not take: ask it by pipeline\("image-text',
+    ):
+        chat([str(tmp_path), "--once", "a"])
+
+
 def test_an_adapter_without_its_base_is_one_clear_line(results, tmp_path):
     config = json.loads((results / "adapter" / "adapter_config.json").read_text())
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "adapter_model.safetensors"):
