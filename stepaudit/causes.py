@@ -137,7 +137,8 @@ KINDS = {
     "other_samples": Cause(
         "the samples of a step depend on the layout",
         "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]; in "
-        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))" + STEPS,
+        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)). With drop_last=True another b leaves "
+        "out others: drop_last=False" + STEPS,
     ),
     "other_inputs": Cause(
         "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",

@@ -61,8 +61,9 @@ PLACES = ["whole", "adapter", "merged", "merged/adapter", "whole/checkpoint-100"
 
 
 @pytest.mark.parametrize("place", keep(PLACES, ["whole", "merged/adapter", "adapter/checkpoint-160"]))
-def test_every_result_answers_and_stops(results, ask, place):
+def test_every_result_answers_and_stops(results, ask, place, recwarn):
     assert ask(results / place, flags=("--once", "Say 2.")) == (0, ["cc"])
+    assert [each for each in recwarn if issubclass(each.category, FutureWarning)] == []  # a user cannot mend them
 
 
 def test_it_knows_what_was_said_before(results, ask, after_forward):

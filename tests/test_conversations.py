@@ -435,7 +435,7 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             [ONE, {"prompt": "a", "completion": "b"}],
             {},
             ":2: its columns are 'prompt', 'completion', but the first row is read by messages: give all rows the same columns, or "
-            "each form a file of its own",
+            "each form its own file",
         ),
         (
             [ONE | {"prompt": "another", "completion": "b"}],

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,9 @@ def _load_result(folder: str, base: str) -> Any:
         if folder != base:
             import peft
 
-            model = peft.PeftModel.from_pretrained(model, folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of names that peft takes of transformers
+                model = peft.PeftModel.from_pretrained(model, folder)
         return model.to(device).eval()
     except UsageError:
         raise
