@@ -84,8 +84,8 @@ KINDS = {
     "mean_of_means": Cause(
         "mean of the micro-batches' means, though they have different numbers of targets",
         'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step. '
-        "Of weighted classes it is the sum of the weights of the labels. Times N under DDP, times k under accelerator.backward, "
-        "which divide by them" + WINDOWS,
+        "Of weighted classes it is the sum of the weights of the labels. Times N under DDP, times k under "
+        "accelerator.backward, which divide by them" + WINDOWS,
     ),
     "counts": Cause(
         "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
@@ -137,8 +137,8 @@ KINDS = {
     "other_samples": Cause(
         "the samples of a step depend on the layout",
         "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]; in "
-        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)). With drop_last=True another b leaves "
-        "out others: drop_last=False" + STEPS,
+        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)). With "
+        "drop_last=True another b leaves out others: drop_last=False" + STEPS,
     ),
     "other_inputs": Cause(
         "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",
