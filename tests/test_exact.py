@@ -473,7 +473,7 @@ def test_a_mean_that_is_weighted_says_what_to_give():
     """As weights of classes do: it divides by a sum of weights, which no batch says."""
 
     def ask(model, batch):
-        weights = 1.0 + 3.0 * (batch["x"][:, 0] > 0)
+        weights = 1.0 + 3.0 * (batch["x"][:, 1] > 0)
         return (model(batch) * weights).sum() / weights.sum()
 
     with pytest.raises(UsageError, match="or weights its classes: give loss= and targets= "):
