@@ -24,7 +24,7 @@ from stepaudit.launchers import read_launcher
 from stepaudit.mesh import VARIABLE, count_data_parts, count_processes, read_mesh
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
-from stepaudit.table import table
+from stepaudit.table import fold_notes, table
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
@@ -453,7 +453,8 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             )
         )
     else:
-        print(table(labels, reference_findings, comparisons))
+        text = table(labels, reference_findings, comparisons)
+        print(fold_notes(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
         verdict = "exact" if is_exact else "exact, but for what failed" if is_right else "NOT exact"
         print(f"{verdict} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
     if failures:  # what was compared is said before

@@ -1,6 +1,8 @@
 """Writes comparisons as text."""
 
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from stepaudit.causes import CAUSES, Finding, join_parts
 from stepaudit.judge import Comparison
@@ -57,6 +59,24 @@ def table(
         ]
         explanation, *evidence = _explain(found)
         lines += [f"[{number}] {explanation}", *evidence, f"    do: {found[0][1].remedy}"]
+    return "\n".join(lines)
+
+
+def fold_notes(text: str, columns: int) -> str:
+    """Break the lines below a table between words, as a terminal of so many columns would break them inside words.
+
+    >>> print(fold_notes("layout     steps        error\\n[1] aa bb cc dd\\n    do: ee ff gg", 14))
+    layout     steps        error
+    [1] aa bb cc
+        dd
+        do: ee ff
+        gg
+    """
+    lines = []
+    for line in text.split("\n"):
+        is_note = line.startswith(("[", "    ")) and len(line) > columns
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "    "}
+        lines += textwrap.wrap(line, columns, **options) if is_note else [line]
     return "\n".join(lines)
 
 

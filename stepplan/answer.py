@@ -58,6 +58,7 @@ def describe_placement(
     command: str | None,
     *,
     write_command: str | None = None,
+    job_command: str | None = None,
     terms: Terms = NO_TERMS,
 ) -> dict[str, Any]:
     """Describe what the hardware adds to a plan: seconds, bytes, samples, dollars; `time` and `memory` by item.
@@ -66,6 +67,7 @@ def describe_placement(
         placement: the workload on its hardware.
         command: launches it.
         write_command: writes the launch file that `command` names; None: it is there.
+        job_command: writes a job for the nodes of a cluster; None: there is one node.
         terms: price, start, interruptions.
     """
     time, hardware, workload = placement.time, placement.hardware, placement.workload
@@ -80,6 +82,7 @@ def describe_placement(
         "unverified": list(hardware.device.unverified),
         "notes": list(hardware.device.notes) or [DRIVER] * ("NVIDIA" in hardware.device.description),
         "write_command": write_command,
+        "job_command": job_command,
         **_describe_certainty(certainty),
         "seconds_to_end_range": _spread(seconds, certainty.band),
         **costs,

@@ -5,10 +5,11 @@ import functools
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, reason
 from samestep.recipe.catalog import catalog_names, load
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, parse_json, read_json
@@ -102,7 +103,7 @@ def find_base_model(name: str) -> dict[str, Any] | None:
 
 def _shorten(name: str) -> str:
     short = SUFFIX.sub("", name.rpartition("/")[2]).lower()
-    return short.replace("meta-llama-3.1", "llama-3.1")
+    return short.removeprefix("meta-")
 
 
 def find_local_config(name_or_path: str) -> dict[str, Any] | None:
@@ -139,17 +140,32 @@ def find_config(name_or_path: str) -> dict[str, Any]:
     return config if config is not None else _download_config(name_or_path)
 
 
+def _name_near(name: str) -> str:
+    """Name the model of the table that is spelled the most like one that is not there.
+
+    >>> _name_near("llama-7b"), _name_near("nothing")
+    ('; did you mean meta-llama/Llama-2-7b?', '')
+    """
+    known = {_shorten(base): base for base in read_table()}
+    near = get_close_matches(_shorten(name), known, n=1, cutoff=0.75)
+    return f"; did you mean {known[near[0]]}?" if near else ""
+
+
 def _download_config(name: str) -> dict[str, Any]:
     problem = f"model_name_or_path {format_name(name)} is no folder here and not in the planner's table of base models"
+    near = _name_near(name)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        raise UsageError(f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B")
+        raise UsageError(
+            f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B{near}"
+        )
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     cached = sorted(cache.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
     if cached:
         return configs.read_config(str(cached[-1]))
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        raise UsageError(f"{problem}, and HF_HUB_OFFLINE is set: give a folder with its config.json")
-    import urllib.request  # here: it takes its time
+        raise UsageError(f"{problem}, and HF_HUB_OFFLINE is set: give a folder with its config.json{near}")
+    import urllib.error  # here: they take their time
+    import urllib.request
 
     token = os.environ.get("HF_TOKEN")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -159,8 +175,12 @@ def _download_config(name: str) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return parse_json(answer.read(MAX_JSON_BYTES + 1), "its config.json")
     except (OSError, ValueError) as error:  # no network, no such model, no right to see it, no JSON
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"{problem}, and the hub does not give its config.json: {lines[0][:200]}") from None
+        if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
+            cause = getattr(error.reason, "strerror", None) or reason(OSError(error.reason))
+            raise UsageError(f"{problem}, and the hub cannot be reached ({cause}){near}") from None
+        raise UsageError(
+            f"{problem}, and the hub does not give its config.json ({reason(error)[:200]}){near}"
+        ) from None
 
 
 def find_kind(config: Mapping[str, Any]) -> str | None:

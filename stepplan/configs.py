@@ -113,7 +113,7 @@ def model_from_config(
         raise UsageError(f"target_len is {target_length}, but {name} has no decoder behind an encoder: leave it out")
     is_text = not kind.endswith("ForImageClassification")
     if is_text and length is None:
-        raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
+        raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample, such as 2048)")
     if is_seq2seq(config):
         assert length is not None
         return _load_seq2seq(config, length, target_length or length, name, load_defaults)

@@ -108,6 +108,18 @@ def parse_target(target: str) -> tuple[str, str]:
     return engine.lower(), hardware
 
 
+def _make_name(text: str) -> str:
+    """Make the name of a job from a training's: at most `NAME` characters, whole words where they fit.
+
+    >>> _make_name("Llama-2-7b on builtin/drawn_chats easy (sft_small_cpu)"), _make_name("é"), len(_make_name("a" * 99))
+    ('llama-2-7b-on-builtin-drawn-chats-easy-sft-small', 'training', 50)
+    """
+    name = re.sub(r"[^a-z0-9-]+", "-", text.lower()).strip("-")
+    if len(name) > NAME and name[NAME] != "-":
+        name = name[:NAME].rpartition("-")[0] or name
+    return name[:NAME].strip("-") or "training"
+
+
 def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], **values: Any) -> str:
     """Write the file that an engine starts a training with.
 
@@ -156,7 +168,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
     environment = make_environment(TEMPLATES / "engines", is_page=False)
     environment.filters["quote"] = shlex.quote
     job: str = environment.get_template(engine.template).render(
-        name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower())[:NAME].strip("-") or "training",
+        name=_make_name(workload.name),
         num_nodes=hardware.num_nodes,
         devices_per_node=hardware.num_processes // hardware.num_nodes,
         num_gpus=0 if is_cpu else hardware.num_processes // hardware.num_nodes,

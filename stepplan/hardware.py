@@ -139,10 +139,12 @@ def parse(text: str, network: str | None = None) -> Hardware:
     while match := COUNT.match(name):
         counts.append(int(match[1]))
         name = name[match.end() :]
-    if len(counts) > 2 or not name:
+    if len(counts) > 2 or not name or re.fullmatch(r"[0-9]+ *[xX]", name):
         raise UsageError(
             f"hardware {format_value(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
         )
+    if name.isdecimal() and name not in device_names() and (problem := _explain_form(text.strip())):  # 4090x4
+        raise UsageError(problem)
     if 0 in counts:
         raise UsageError(f"hardware {format_value(text)} counts 0 devices or nodes: give 1 or more")
     nodes, devices = [1, 1, *counts][-2:]
@@ -303,11 +305,45 @@ def find_device(text: str) -> str:
     if matches:
         raise UsageError(f"device {format_value(text)} may be {' or '.join(matches)}: name one of them")
     near = get_close_matches("".join(words), names, n=3, cutoff=0.5)
-    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)};"
+    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}."
     raise UsageError(
-        f"unknown device {format_value(text)}: {known} One of your own is a .yaml file, which may begin with `extends: "
+        _explain_form(text)
+        or f"unknown device {format_value(text)}: {known} One of your own is a .yaml file, which may begin with `extends: "
         f"{near[0] if near else 'NAME'}` and then says what differs (docs/devices.md)"
     )
+
+
+SWAPPED = (
+    re.compile(r"(?P<count>[0-9]{1,9})[ *]*(?P<name>[a-z].*)", re.IGNORECASE),
+    re.compile(r"(?P<name>.*[^ *:x]) *[ x*:] *(?P<count>[0-9]{1,9})", re.IGNORECASE),
+)
+"""Other ways to write a number of devices: 8h100, h100x8."""
+
+
+def _explain_form(text: str) -> str | None:
+    """Say how hardware is written, of a text that has a known device, a count and an engine in other places; None: it has not.
+
+    >>> _explain_form("h100x8")
+    "'h100x8' is no device: hardware is [NODESx]COUNTxNAME, here 8xh100"
+    >>> _explain_form("slurm:4x8xh100")
+    "'slurm:4x8xh100' is no device: slurm: is for launch; here 4x8xh100"
+    >>> _explain_form("8xh100")
+    "'8xh100' is a number of devices: one is named here, as h100"
+    >>> _explain_form("h100y8") is None
+    True
+    """
+    engine, colon, rest = text.partition(":")
+    if colon and engine.isalpha() and len(engine) > 1:  # not a drive of Windows
+        return f"{format_value(text)} is no device: {engine}: is for launch; here {format_name(rest)}"
+    known = {"".join(_split_name(name)) for name in device_names()}
+    if (match := COUNT.match(text)) and "".join(_split_name(rest := text[match.end() :])) in known:
+        return f"{format_value(text)} is a number of devices: one is named here, as {format_name(rest.lower())}"
+    for form in SWAPPED:
+        match = form.fullmatch(text)
+        if match is not None and "".join(_split_name(match["name"])) in known:
+            here = f"{match['count']}x{match['name'].lower()}"
+            return f"{format_value(text)} is no device: hardware is [NODESx]COUNTxNAME, here {here}"
+    return None
 
 
 def _split_name(text: str) -> list[str]:

@@ -31,7 +31,7 @@ TIME_UNITS = ((3600, "hours"), (60, "minutes"), (0, "seconds"))
 OPTIONAL = """
     learning_rate muon_learning_rate adam_beta1 adam_beta2 adam_epsilon warmup_epochs num_steps num_warmup_steps
     steps_per_epoch energy_kwh tokens_per_second seconds_to_end seconds_to_end_range cost cost_range cost_per_epoch
-    cost_per_billion_tokens is_adapter start end write_command disk_bytes data_bytes download_bytes host_memory
+    cost_per_billion_tokens is_adapter start end write_command job_command disk_bytes data_bytes download_bytes host_memory
     host_memory_why memory_of_host
     checkpoint_bytes model_bytes checkpoint_seconds checkpointing_seconds interruption_seconds interruption_cost
     interruptions_per_day seconds_with_interruptions cost_with_interruptions micro_batches learning_rates scale rows

@@ -3,7 +3,7 @@
 import datetime
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from samestep.cut.layout import Layout
@@ -22,6 +22,9 @@ SHORT = 3600
 """Seconds of a training of which neither the day it ends nor interruptions are said."""
 WIDTH = 100
 """Columns of a line, if its words allow it; fewer on a narrower terminal."""
+WIDEST, NARROW, GOES_ON = 1000, 122, "    "
+"""Columns of a table that is no terminal's; those that both tables of `scale` need beside each other; what begins a line
+with the other columns of a row."""
 
 
 def write_plan(answer: dict[str, Any]) -> Iterator[str]:
@@ -31,6 +34,8 @@ def write_plan(answer: dict[str, Any]) -> Iterator[str]:
         yield from ("", "Details")
     yield from _wrap(f"{answer['title']}: {answer['description']}", indent=13 * " ")
     yield from (line for name, text in _list_details(answer) for line in _wrap(f"  {name:10} {text}", indent=13 * " "))
+    if "hardware" not in answer:
+        yield "With --on HARDWARE (8xh100) it says what fits there, how long that takes, and how to launch it."
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
@@ -70,6 +75,9 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
         yield from _wrap_command(command)
     else:
         yield from _wrap(f"  {answer['hint']}", indent="  ")
+    if command and answer.get("job_command"):
+        yield "  or, as a job for Slurm (other engines: samestep launch --help)"
+        yield from _wrap_command(answer["job_command"])
     if command and is_installed():
         yield "  scripts/ is in the repository, not in the installed package: run it from a checkout"
     remarks = [*answer["warnings"], *answer["notes"]]
@@ -133,7 +141,10 @@ def _describe_end(answer: dict[str, Any]) -> str:
     ends = [find_end(start, seconds) for seconds in (answer["seconds_to_end"], *answer["seconds_to_end_range"])]
     if None in ends:
         return ""
-    return f"It ends on {format_day(ends[0], start)}{condition} ({' to '.join(format_day(end, start) for end in ends[1:])})"
+    days = [format_day(end, start) for end in ends]
+    if len({end.date() for end in ends}) == 1 and all(":" in day for day in days):  # the day is said once
+        days[1:] = [f"{end:%H:%M}" for end in ends[1:]]
+    return f"It ends on {days[0]}{condition} ({' to '.join(days[1:])})"
 
 
 def format_day(end: datetime.datetime, start: datetime.datetime) -> str:
@@ -356,7 +367,7 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     need, capacity = answer["memory_needed"] / 1e9, answer["memory_of_device"] / 1e9
     yield (
         "margins",
-        f"{need:.1f} GB of {capacity:.1f}. That is the plan,  {BAND:.0%} that it may miss (no GPU was measured), and "
+        f"{need:.1f} GB of {capacity:.1f}. That is the plan, with {BAND:.0%} by which it may miss (no GPU was measured), and "
         f"{RESERVED / 1e9:g} GB left alone. nvidia-smi shows what the allocator holds, up to a third more than is in use",
     )
     yield "host RAM", f"at least {_size(answer['host_memory'])} on a machine: {answer['host_memory_why']}"
@@ -431,10 +442,32 @@ def _describe_options(row: dict[str, Any], usual_precision: str = "") -> str:
 
 
 def write_table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Write rows of cells, of which the first has the names of the columns, as lines."""
+    """Write rows of cells, of which the first has the names of the columns, as lines.
+
+    On a terminal that is too narrow all rows go on, between the same columns, in further lines, which are indented.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        texts = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        for number, columns in enumerate(split_columns(widths, line_width(WIDEST))):
+            line = "  ".join(texts[columns.start : columns.stop]).rstrip()
+            if line:
+                yield (GOES_ON if number else "") + line
+
+
+def split_columns(widths: Sequence[int], room: int) -> list[range]:
+    """Split the columns of a table into as few lines of at most `room` characters as there may be; one at least in each.
+
+    >>> split_columns([10, 5, 5], 24), split_columns([10, 5, 5, 5], 17), split_columns([90], 80)
+    ([range(0, 3)], [range(0, 2), range(2, 4)], [range(0, 1)])
+    """
+    lines, first, used = [], 0, -2  # no gap before the first
+    for number, width in enumerate(widths):
+        if number > first and used + 2 + width > room:
+            lines.append(range(first, number))
+            first, used = number, len(GOES_ON) - 2
+        used += 2 + width
+    return [*lines, range(first, len(widths))]
 
 
 def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
@@ -532,10 +565,14 @@ def _explain_missing(answer: dict[str, Any]) -> str:
 def write_scale(answer: dict[str, Any]) -> Iterator[str]:
     """Write the lines of `scale` from its JSON object."""
     batch, columns = answer["global_batch_size"], "   s/step   samples/s  efficiency  waiting"
-    yield (
-        f"{answer['recipe']} on {answer['device']}, predicted: the global batch of {batch} (strong), and one that grows (weak)"
-    )
-    yield f"devices       b    k {columns} |    batch {columns}"
+    title = f"{answer['recipe']} on {answer['device']}, predicted"
+    yield from wrap(f"{title}: the global batch of {batch} (strong), and one that grows (weak)", line_width(WIDEST))
+    is_narrow = line_width(WIDEST) < NARROW
+    if is_narrow:  # one table below the other
+        yield f"devices       b    k {columns}"
+    else:
+        yield f"devices       b    k {columns} |    batch {columns}"
+    second = [f"devices    batch {columns}"]
     for row in answer["rows"]:
         strong, weak = f"{'does not fit, or leaves devices idle':>55}", ""
         if row["strong"]:
@@ -543,9 +580,11 @@ def write_scale(answer: dict[str, Any]) -> Iterator[str]:
             strong = f"{b:7} {k:4} {_write_speed(row['strong'])}"
         if row["weak"]:
             weak = f"{row['weak']['global_batch_size']:9} {_write_speed(row['weak'])}"
-        yield f"{row['num_devices']:7} {strong} |{weak}".rstrip()
+        second += [f"{row['num_devices']:7}{weak}"] * bool(weak)
+        yield f"{row['num_devices']:7} {strong}{'' if is_narrow else f' |{weak}'}".rstrip()
+    yield from second if is_narrow else []
     for remark in answer["remarks"]:
-        yield f"- {remark}"
+        yield from wrap(f"- {remark}", line_width(WIDEST), "  ")
 
 
 def _write_speed(numbers: dict[str, Any]) -> str:

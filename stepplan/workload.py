@@ -243,8 +243,7 @@ def from_recipe(
     if num_samples is not None:
         exact = layouts.steps_per_epoch(num_samples, recipe.global_batch_size, recipe.epoch_end)
         num_steps, per_epoch = num_steps or layouts.num_steps(exact, recipe.num_train_epochs), float(exact)
-    counts_epochs = (recipe.warmup_epochs, recipe.scaled_hyperparameters().warmup_epochs) != (None, None)
-    has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
+    has_schedule = num_steps is not None and (per_epoch is not None or not recipe.counts_warmup_in_epochs)
     plan = None if recipe.batch_schedule is None else recipe.batch_schedule.plan_steps(recipe, num_samples)
     schedule: Any
     if recipe.batch_schedule is None:

@@ -1,5 +1,6 @@
 """Every Python block of the documents runs as it stands, with what its page says is there."""
 
+import dataclasses
 import re
 
 import pytest
@@ -81,7 +82,12 @@ def test_a_block_runs(document, number, code, names):
         names["noise"] = samestep.noise_by_sample(names["model"], seed=0)
     before = [weight.clone() for weight in names["model"].parameters()]
     exec(compile(code, f"{document}, block {number}", "exec"), names)
-    if "def loss(" in code:
+    if "(Recipe):" in code:
+        rule = next(field for field in dataclasses.fields(names["Sounds"]) if field.name == "num_classes").metadata[
+            "check"
+        ]
+        assert [rule.holds(number) for number in (1, 2, 1000, 1001)] == [False, True, True, False]
+    elif "def loss(" in code:
         batch = names["collate"]([names["dataset"][0]]) | {"attention_mask": None, "ids": torch.tensor([0])}
         total, num_targets = names["loss"](names["model"], batch)
         assert total.ndim == num_targets.ndim == 0

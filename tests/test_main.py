@@ -139,6 +139,20 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
     [
         ("plan", "it needs a recipe"),
         ("plan nothing", "unknown recipe"),
+        ("plan --on 1xt4", "plan --from_scratch --parameters 400M"),
+        ("plan bert_base --parameters 3B", "--parameters without --from_scratch: plan --from_scratch"),
+        ("plan --model_name_or_path llama-7b --seq_len 8", "did you mean meta-llama/Llama-2-7b?"),
+        ("scale bert_base --on 8xh100", "'8xh100' is a number of devices: one is named here, as h100"),
+        (
+            "launch --model_name_or_path a/b --on slurm:1xt4",
+            "its first word (recipes list shows them); behind one, --model_",
+        ),
+        (
+            "launch bert_base --on slurm:1xt4 --output_dir a",
+            "--output_dir is a flag of the script: such flags come last",
+        ),
+        ("launch bert_base --on slurm:1xt4 --nosuch a", "unknown flag --nosuch: see"),
+        ("plan bert_base --on 1xt4 --price_per_hour $2", "price_per_hour is $2, must be a number greater than 0"),
         (
             "plan qwen3_8b",
             "did you mean qwen3_0.6b_sft_3090 or qwen3_embeddings_lora_3090? Another model of its kind trains with "

@@ -226,6 +226,30 @@ def test_the_day_it_ends(capsys):
     assert f"It ends on {end:%A} {end.day} November (" in text
 
 
+def test_the_day_is_said_once(capsys):
+    words = "gpt2_124m --on 8xa100-80 --max_train_steps 60000 --start".split()
+    text = " ".join(run(capsys, "plan", *words, "2026-11-25T10:00").split())
+    assert re.search(r"It ends on Wednesday 25 November \d\d:\d\d \(\d\d:\d\d to \d\d:\d\d\)", text)
+    text = " ".join(run(capsys, "plan", *words, "2026-11-25T16:00").split())
+    assert re.search(r"\(Wednesday 25 November \d\d:\d\d to Thursday 26 November \d\d:\d\d\)", text)
+
+
+def test_a_plan_of_several_nodes_has_the_command_of_a_job(capsys, tmp_path):
+    """The command works as printed, and its job trains what was planned; one node needs none."""
+    subject = "plan --model_name_or_path meta-llama/Llama-2-7b --seq_len 2048 --num_train_samples 5000".split()
+    answer = json.loads(run(capsys, *subject, "--on", "2x8xa100-80", "--json"))
+    words = shlex.split(answer["job_command"])
+    words = words[words.index("launch") :]
+    words[words.index("job.sbatch")] = str(tmp_path / "job.sbatch")
+    assert exit_code(lambda: cli.main(words)) == 0
+    job = (tmp_path / "job.sbatch").read_text()
+    assert "no --time" not in capsys.readouterr().err
+    for flag in ("--train_file chats.jsonl", "--learning_rate 2e-05", "--output_dir /shared/runs/NAME"):
+        assert flag in job
+    assert "#SBATCH --time=" in job
+    assert json.loads(run(capsys, *subject, "--on", "8xa100-80", "--json"))["job_command"] is None
+
+
 def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path):
     """Of a recipe with changes, of a file of one's own in another folder, and of a model of the hub without a recipe."""
     monkeypatch.chdir(tmp_path)

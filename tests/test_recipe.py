@@ -81,6 +81,17 @@ def test_a_newcomers_recipe_trains_by_its_path(scripts, corpus, tmp_path, monkey
     )
 
 
+def test_a_warm_up_longer_than_the_training_is_said_with_the_flags():
+    """Before torch is imported; where samples have to be counted first, later."""
+    with pytest.raises(
+        UsageError, match=r"the warm-up takes 160 steps, but the training has 6: .*tried by --stop_after_step"
+    ):
+        run.parse(["--recipe", "gpt2_small_cpu", "--max_train_steps", "6"], "gpt2_pretraining", "")
+    run.parse(["--recipe", "gpt2_small_cpu", "--stop_after_step", "6"], "gpt2_pretraining", "")
+    recipe, _ = run.parse(["--recipe", "captcha_cpu", "--max_train_steps", "6"], "captcha_recognition", "")
+    assert recipe.counts_warmup_in_epochs
+
+
 def test_one_command_shows_every_field_of_a_recipe(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text("extends: gpt2_124m\nsource: ours\nexpect: nothing yet\nn_layer: 3\n")

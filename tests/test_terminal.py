@@ -108,6 +108,33 @@ def test_lines_fit_a_terminal(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("columns", [70, 80, 100, 200])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --what_fits 1xh100 --price_per_hour 2",
+        "plan gpt2_124m --on 8xh100,4x4090,2x8xa100-80 --price_per_hour 2.5,0.4,1.5",
+        "scale gpt2_124m --on a100-80 --up_to 8",
+        "list bert",
+    ],
+)
+def test_tables_fit_a_terminal(monkeypatch, line, columns):
+    """A row that is too long goes on in the next line; no number of it is lost."""
+    texts = []
+    for file in (io.StringIO(), Terminal()):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with contextlib.redirect_stdout(file):
+            cli.main(line.split())
+        texts.append(file.getvalue())
+    assert max(map(len, texts[1].splitlines())) <= columns
+    wide, narrow = ([word for word in text.split() if word not in ("\\", "|")] for text in texts)
+    assert not set(wide) - set(narrow)
+    assert len(narrow) >= len(wide)
+    if line.startswith("list") and columns < 100:  # a description goes on where it began
+        first, second, *_ = texts[1].splitlines()
+        assert len(second) - len(second.lstrip()) == first.index("BERT-Base")
+
+
 def test_a_closed_output():
     """As of `samestep list >&-`."""
     with contextlib.redirect_stdout(None):

@@ -14,16 +14,17 @@ def list_recipes(argv: list[str]) -> None:
     words, flags = split_words(argv)
     parser = make_parser("list", "[WORD ...]")
     parser.parse(flags)
-    lines = []
-    for name in recipes.catalog_names():
+    lines, names = [], recipes.catalog_names()
+    width = max(map(len, names))
+    for name in names:
         recipe = recipes.load(name)
-        lines.append(f"{name:26} B {recipe.global_batch_size:<6} {recipe.description}")
+        lines.append(f"{name:{width}} B {recipe.global_batch_size:<6} {recipe.description}")
     lines = [line for line in lines if all(word.lower() in line.lower() for word in words)]
     if not lines:
         raise UsageError(
             f"no recipe has {format_value(' '.join(words))} in its line: {parser.prog} without words shows all"
         )
-    print(fold("\n".join(lines), indent=37))
+    print(fold("\n".join(lines), indent=width + len(" B 000000 ")))
 
 
 def show_recipe(argv: list[str]) -> None:

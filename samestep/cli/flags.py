@@ -14,7 +14,6 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe.reading import MAX_YAML_BYTES, format_name, parse_yaml
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import POSITIVE, Parser, build, drop_flags, program_name, setting
-from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,10 @@ def read_recipe(
     if not argv or argv[0].startswith("-"):
         parser = make_subject_parser(command, "RECIPE")
         parser.add_settings(settings_class)
-        parser.parse(argv)
-        raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them)")
+        if {"-h", "--help"} & {*argv}:
+            parser.parse(argv)
+        hint = "; behind one, --model_name_or_path names another model" if "--model_name_or_path" in argv else ""
+        raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them){hint}")
     name, *words = argv
     recipe = recipes.load(name)
     recipe_fields = {field.name for field in dataclasses.fields(recipe)}
@@ -66,9 +67,12 @@ def read_recipe(
     objects = build_each(flags, classes)
     changes = {key: value for key, value in flags.items() if key in recipe_fields}
     data = objects[1] if len(objects) > 1 else DataSettings()
-    if isinstance(recipe, CausalLmFineTuning) and recipe.num_train_samples is None:
-        # Only drawn data have it as a field: of others it is what nobody has counted yet
-        data = DataSettings(num_train_samples=changes.pop("num_train_samples", None))
+    if (count := changes.get("num_train_samples")) is not None:
+        # Only drawn data have it as a field: of others, with which the other flags may replace them, nobody has counted it yet
+        others = {key: value for key, value in changes.items() if key != "num_train_samples"}
+        read = pretrained_shape.load(name, others)
+        if getattr(read, "num_train_samples", None) is None:
+            return read, objects[0], DataSettings(num_train_samples=count), others
     return pretrained_shape.load(name, changes), objects[0], data, changes
 
 

@@ -14,6 +14,7 @@ from samestep.cut.layout import Layout, solve_layout
 from samestep.cut.order import Order
 from samestep.cut.partition import deal, partition, partition_at_random
 from samestep.errors import UsageError
+from samestep.printing import format_count
 
 MicroBatch = dict[str, torch.Tensor | None]
 BURST_SIZE = 2**20  # bytes of the steps that one process prepares without a pause
@@ -46,6 +47,34 @@ class SampleSource(Protocol):
 
     def longest(self) -> Any:
         """Return a `Sample` of max_length tokens, which costs the most memory. Its content means nothing."""
+
+
+NEEDED = ("__len__", "max_length", "fingerprints", "draw", "collate", "longest")
+"""Names of what the training samples of a task have: those of `SampleSource`, and `fingerprints`, what else decides them."""
+
+
+def check_data(data: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Check that the training samples of a task have what a run needs of them; return them, and those that are held out.
+
+    Raises:
+        UsageError: something is missing; all of it in one error.
+    """
+    source, _ = data
+    if missing := [name for name in NEEDED if not hasattr(source, name)]:
+        raise UsageError(
+            f"the training samples, a {type(source).__name__}, have no {', '.join(missing)}: docs/your-own-task.md says what "
+            "these are"
+        )
+    return data
+
+
+def describe_source(source: Any) -> str:
+    """Describe samples for the log, in their own words or by their number: what only has a `repr` would print all of them.
+
+    >>> describe_source([0.5, 1.5])
+    '2 samples'
+    """
+    return format_count(len(source), "sample") if type(source).__str__ is object.__str__ else str(source)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,16 @@ from samestep.recipe.tasks.seq2seq_finetuning import Seq2SeqFineTuning
 
 USAGE = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained("OUTPUT_DIR"), AutoTokenizer.from_pretrained("OUTPUT_DIR")
+model = AutoModelForSeq2SeqLM.from_pretrained("OUTPUT_DIR")
+tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")
 tokens = model.generate(**tokenizer(SOURCE, return_tensors="pt"))
 tokenizer.batch_decode(tokens, skip_special_tokens=True)"""
 
 SPEECH_USAGE = """\
 import soundfile
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
-model, tokenizer = AutoModelForSpeechSeq2Seq.from_pretrained("OUTPUT_DIR"), AutoTokenizer.from_pretrained("OUTPUT_DIR")
+model = AutoModelForSpeechSeq2Seq.from_pretrained("OUTPUT_DIR")
+tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")
 sound, rate = soundfile.read("recording.wav")  # one channel, 16,000 numbers a second
 inputs = AutoFeatureExtractor.from_pretrained("OUTPUT_DIR")(sound, sampling_rate=rate, return_tensors="pt")
 tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True)"""

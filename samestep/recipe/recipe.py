@@ -258,6 +258,11 @@ class Recipe:
         tuned = scaling.Hyperparameters(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         return scaling.scale(self.lr_scaling_rule, tuned, self.learning_rate_batch_size, self.global_batch_size)
 
+    @property
+    def counts_warmup_in_epochs(self) -> bool:
+        """Whether the steps of the warm-up are known only with the number of samples."""
+        return self.warmup_epochs is not None or self.scaled_hyperparameters().warmup_epochs is not None
+
     def schedule(self, num_steps: int, steps_per_epoch: float) -> schedule.Schedule:
         """Make the learning rate as a function of the step, for a training of `num_steps` steps.
 
@@ -285,6 +290,7 @@ class Recipe:
             tenth = schedule.warmup_steps(warmup_ratio=0.1, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
             steps, ratio = (tenth, 0.1) if tenth <= longest else (0, 0)
             remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
+            remedy += "; a few steps of the whole are tried by --stop_after_step"
             if numbers.warmup_epochs is not None:
                 rule = f"--lr_scaling_rule {self.lr_scaling_rule} asks for it"
                 remedy = f"{rule}: give --lr_scaling_rule none --num_warmup_steps {steps}, or train longer"

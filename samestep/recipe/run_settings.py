@@ -278,6 +278,8 @@ def parse(
     changes = {name: value for name, value in flags.items() if name not in names}
     recipe = pretrained_shape.load(run.recipe, changes, task=task, find_config=find_config, say=say)
     problems = find_problems(recipe, run)
+    if recipe.max_train_steps is not None and recipe.batch_schedule is None and not recipe.counts_warmup_in_epochs:
+        recipe.schedule(recipe.max_train_steps, 1.0)  # a warm-up that is too long is said before torch is imported
     if run.reproducible is not None and flags.get("speed") == "auto":  # its default, too
         problems.append("reproducible is given, and speed is auto, which takes what is fastest here: set speed to safe")
     if problems:

@@ -80,7 +80,14 @@ def setting(
         decides: whether the value belongs to the fingerprint, that is, whether it decides the optimizer's steps.
         flag: whether `--name` can set it.
         default: `default=value` for a setting that may be left out.
+
+    Raises:
+        TypeError: a rule of another form; Python shows the line that has it.
     """
+    if check is not None and not (isinstance(check, tuple) and isinstance(check[0], str) and callable(check[1])):
+        raise TypeError(
+            f"the rule of {help!r} must be a Check(words, function), as POSITIVE, limit(8) or choice('a', 'b')"
+        )
     check = None if check is None else Check(*check)
     return dataclasses.field(metadata={"help": help, "check": check, "decides": decides, "flag": flag}, **default)
 

@@ -20,7 +20,7 @@ from samestep._internals import torch_distributed
 from samestep._internals.library_output import quiet_libraries
 from samestep.cut.layout import solve_layout
 from samestep.data.row_report import report_rows
-from samestep.data.steps import StepData, check_terms
+from samestep.data.steps import StepData, check_data, check_terms
 from samestep.errors import UsageError
 from samestep.models.pretrained import find_config
 from samestep.models.summed_losses import SummedLosses
@@ -140,7 +140,7 @@ class Run:
         """
         with self.accelerator.local_main_process_first():
             build = ways.choose_build(self.recipe, build)
-            self.data = build(self.recipe, self.settings.preprocessing_num_workers, *options)
+            self.data = check_data(build(self.recipe, self.settings.preprocessing_num_workers, *options))
         train, held_out = self.data
         if held_out is None:
             self.say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")

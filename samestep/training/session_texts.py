@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from samestep.data.steps import describe_source
+
 if TYPE_CHECKING:
     from samestep.training.run import Run
 
@@ -15,7 +17,7 @@ def describe_session(run: "Run", train: Any) -> str:
     """
     weights = getattr(run.recipe, "model_name_or_path", None)
     return (
-        f"{train}; {f'weights of {weights}' if weights else 'random weights'}; "
+        f"{describe_source(train)}; {f'weights of {weights}' if weights else 'random weights'}; "
         f"{run.reduction.describe_cut(run.recovery.steps.layout)}{run.plan.describe_growth()}; on {run.accelerator.device}, "
         f"mixed precision {run.accelerator.mixed_precision}; steps {run.completed_steps} to {run.plan.last_step} of "
         f"{run.num_steps}{run.reduction.describe_bits()}"

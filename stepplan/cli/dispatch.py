@@ -5,6 +5,8 @@ import itertools
 import os
 import re
 
+from samestep.errors import UsageError
+
 WHAT_FITS = re.compile("--what[_-]fits(=|$)")
 FROM_SCRATCH = re.compile("--from[_-]scratch(=true)?$")
 
@@ -18,6 +20,10 @@ def plan(argv: list[str]) -> None:
         name, argv = "what_fits", [word.replace("--what-fits", "--what_fits", 1) for word in argv]
     elif is_from_scratch:
         name, argv = "from_scratch", [word.replace("--from-scratch", "--from_scratch", 1) for word in argv]
+    elif any(re.match("--parameters(=|$)", word) for word in argv):
+        raise UsageError(
+            "--parameters without --from_scratch: plan --from_scratch --parameters 400M plans a model of a size"
+        )
     else:
         name = "plan" if argv and not argv[0].startswith("-") else "plan_model"
     module = importlib.import_module(f"stepplan.cli.{name}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,10 @@ def launch(argv: list[str]) -> None:
     """Write what an engine starts a recipe with; print it, or write it to a file, and hand it over where that is asked for."""
     words = list(itertools.takewhile(lambda word: word != "--", argv))
     run_words = argv[len(words) + 1 :]
-    recipe, settings, data, changes = read_recipe("launch", words, LaunchSettings)
+    try:
+        recipe, settings, data, changes = read_recipe("launch", words, LaunchSettings)
+    except UsageError as error:
+        raise UsageError([_explain(problem) for problem in error.problems]) from None
     engine, hardware_name = engines.parse_target(settings.on)
     if settings.submit and settings.write is None:
         raise UsageError("--submit needs --write FILE: the file that is handed over")
@@ -72,6 +76,14 @@ def launch(argv: list[str]) -> None:
         raise UsageError(
             f"{shlex.join(command)} ended with exit code {error.returncode}: see its message above"
         ) from None
+
+
+def _explain(problem: str) -> str:
+    """Say of an unknown flag that is one of the script's where those stand."""
+    match = re.match(r"unknown flag --(\w+)", problem)
+    if match is None or match[1] not in {field.name for field in dataclasses.fields(run_settings.RunSettings)}:
+        return problem
+    return f"--{match[1]} is a flag of the script: such flags come last, behind -- (... -- --{match[1]} VALUE)"
 
 
 def _find_remarks(placement: Placement, *, asks_for_time: bool) -> list[str]:

@@ -82,8 +82,14 @@ def read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any
     parser.epilog += (
         f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
     )
+    if command == "plan":
+        parser.epilog += (
+            f"\n{parser.prog} --what_fits 1x3090 --help and {parser.prog} --from_scratch --help show theirs."
+        )
     if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
         hint = f"it needs a recipe as its first word ({program_name()} list shows them), or --model_name_or_path"
+        size = "; for a model of a size that you choose: plan --from_scratch --parameters 400M"
+        hint += size if command == "plan" else ""
         raise UsageError(f"{parser.prog}: {hint}")
     classes = [settings_class, ModelSettings]
     for cls in classes:
@@ -100,7 +106,7 @@ def load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
     """
     name = training.name
     if training.seq_len is None:
-        raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
+        raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample, such as 2048)")
     if training.optimizer != "adamw":
         raise UsageError(
             f"optimizer is {training.optimizer}, but scripts/finetune_causal_lm.py trains {name} with AdamW: leave it out"

@@ -22,7 +22,7 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import VARIANTS, Recipe
-from samestep.recipe.settings import BATCH, POSITIVE, build, choice, limit, setting
+from samestep.recipe.settings import BATCH, POSITIVE, build, choice, find_flag, limit, program_name, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
 from stepplan.cli.elsewhere import ElsewhereSettings, move
@@ -268,6 +268,7 @@ def answer_plan(
             placement,
             placement.command(settings.write_config),
             write_command=write_command,
+            job_command=_write_job_command(placement, words),
             terms=terms,
         )
     if settings.trace:
@@ -281,6 +282,20 @@ def answer_plan(
         print(json.dumps(result))
     else:
         print("\n".join(text.write_plan(result)))
+
+
+def _write_job_command(placement: Placement, words: list[str]) -> str | None:
+    """Write the command that makes a job for Slurm of a plan on several nodes; None: of one node, or without a script."""
+    workload, hardware = placement.workload, placement.hardware
+    if hardware.num_nodes == 1 or workload.script is None or workload.script_words[:1] != ("--recipe",):
+        return None
+    _, recipe, *flags = workload.script_words
+    asked = {name: find_flag(words, name) for name in ("num_train_samples", "network")}
+    flags += format_flags({name: value for name, value in asked.items() if value and f"--{name}" not in flags})
+    of_run = ["--torch_compile"] * (workload.model.kernels == "compiled")
+    of_run += ["--attn_implementation", "eager"] * bool(workload.model.eager_attention)
+    job = ["launch", recipe, *flags, "--on", f"slurm:{hardware}", "--write", "job.sbatch", "--"]
+    return f"{program_name()} {shlex.join([*job, '--output_dir', '/shared/runs/NAME', *of_run])}"
 
 
 def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any], options: dict[str, Any]) -> None:

@@ -79,8 +79,9 @@ def _plan_decoder(settings: PlanSettings, training: ModelSettings, argv: list[st
     recipe, changes = load_fine_tuning(training)
     if settings.write_recipe is not None:
         write_recipe(settings.write_recipe, STARTING_RECIPE, FINE_TUNING | changes)
-    # Of what was typed, what is no field of the recipe
+    # Of what was typed, what is no field of the recipe; the number of samples is not one, as it only counts steps
     mine = dict.fromkeys([*(field.name for field in dataclasses.fields(ModelSettings)), "num_train_tokens"])
+    del mine["num_train_samples"]
     words = ["plan", STARTING_RECIPE, *format_flags(changes), *drop_flags(argv, mine)]
     subject = {"recipe": training.name, "title": training.name, "source": FINE_TUNING["source"]}
     answer_recipe(STARTING_RECIPE, recipe, changes, settings, training.num_train_samples, words, subject)

@@ -96,7 +96,8 @@ def _read_price(text: Any, value: str) -> float:
         price = 0.0
     if not 0 < price <= LARGEST or isinstance(text, bool):
         raise UsageError(
-            f"price_per_hour is {format_name(value)}, must be greater than 0 (dollars for an hour of one device)"
+            f"price_per_hour is {format_name(value)}, must be a number greater than 0, such as 1.5 (dollars for an hour of "
+            "one device)"
         )
     return price
 
