@@ -4,12 +4,18 @@ import dataclasses
 from collections.abc import Iterable
 
 GUIDE = "docs/audit.md"
+_OR_TRAINER = (
+    "; in a Trainer: exact(Trainer), with loss= and targets= where the loss is your own (docs/your-trainer.md)"
+)
 WINDOWS = (
     "; shortest with samestep: for step in exact_windows(accelerator, loader, gradient_accumulation_steps=k, targets=count), "
     "and accelerator.backward(step.loss(total)); a shuffled loader needs DataLoaderConfiguration(use_seedable_sampler=True) "
-    "(docs/your-own-loop.md)"
+    "(docs/your-own-loop.md)" + _OR_TRAINER
 )
-STEPS = "; shortest with samestep: for step in exact_steps(accelerator, dataset, collate, ...) (docs/your-own-loop.md)"
+STEPS = (
+    "; shortest with samestep: for step in exact_steps(accelerator, dataset, collate, ...) (docs/your-own-loop.md)"
+    + _OR_TRAINER
+)
 TRAINER = "; shortest with samestep: exact(Trainer) in the place of Trainer (docs/your-trainer.md)"
 
 
@@ -67,7 +73,8 @@ KINDS = {
     "padding": Cause(
         "what a sample gives depends on how far it is padded (is the padding masked, in the model and in the loss?)",
         "pass attention_mask, and pool with it: (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True); in the loss "
-        "ignore_index=-100, lengths, or (loss * mask).sum()",
+        "ignore_index=-100, lengths, or (loss * mask).sum(). A recurrent layer takes a packed sequence "
+        "(torch.nn.utils.rnn.pack_padded_sequence)",
     ),
     "packing": Cause(
         "a sample of a packed row sees the one in front of it",
@@ -77,7 +84,8 @@ KINDS = {
     "mean_of_means": Cause(
         "mean of the micro-batches' means, though they have different numbers of targets",
         'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step. '
-        "Times N under DDP, times k under accelerator.backward, which divide by them" + WINDOWS,
+        "Of weighted classes it is the sum of the weights of the labels. Times N under DDP, times k under "
+        "accelerator.backward, which divide by them" + WINDOWS,
     ),
     "counts": Cause(
         "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
@@ -129,7 +137,8 @@ KINDS = {
     "other_samples": Cause(
         "the samples of a step depend on the layout",
         "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]; in "
-        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))" + STEPS,
+        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)). With "
+        "drop_last=True another b leaves out others: drop_last=False" + STEPS,
     ),
     "other_inputs": Cause(
         "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",

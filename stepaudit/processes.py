@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from stepaudit.errors import UsageError
 from stepaudit.recording import Recording
 
 TIMEOUT = 300  # seconds for all cuts of one number of processes
+END = 12  # lines of a log that failed
+FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 
 
 def run(
@@ -103,7 +106,13 @@ def run(
 
 
 def _read_end(log: Path) -> str:
-    return "\n  ".join(log.read_text(errors="replace").strip().splitlines()[-12:])
+    """Read the last lines of a log, and before them the last line of the program in the traceback, if it stands higher up."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    end = lines[-END:]
+    places = [number for number, line in enumerate(lines) if (m := FRAME.match(line)) and waiting.is_of_program(m[1])]
+    if places and places[-1] < len(lines) - END:
+        end = [*lines[places[-1] : places[-1] + 2], "  ...", *end[3:]]
+    return "\n  ".join(end)
 
 
 def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Recording]]:

@@ -166,7 +166,7 @@ def make_variations(
             elif divided_name is None:
                 problems.append(
                     f"--vary {text!r} on {num_processes} processes: {' and '.join(divisible_names)} cannot be divided by "
-                    f"{num_parts}"
+                    f"{num_parts}: give values that can, or another flag by --per_process FLAG"
                 )
             else:
                 divided = {divided_name: str(int(flags[divided_name]) // num_parts)}

@@ -38,7 +38,7 @@ def describe_stacks(folder: Path, num_processes: int) -> str:
             time.sleep(0.02)
             text = (folder / f"stack-{index}").read_text(errors="replace")[length:]
         frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)  # the innermost call comes first
-        program = [(name, line) for name, line, _ in frames if _is_of_program(name)]
+        program = [(name, line) for name, line, _ in frames if is_of_program(name)]
         if frames:
             place = f"{Path(program[0][0]).name}, line {program[0][1]}" if program else Path(frames[0][0]).name
             parts.append(f"process {index} is at {place}, in {frames[0][2]}")
@@ -55,7 +55,8 @@ def _ask(path: Path) -> int:
     return len(text)
 
 
-def _is_of_program(name: str) -> bool:
+def is_of_program(name: str) -> bool:
+    """Tell whether a file of a stack is of the program, not of the audit, of Python or of an installed package."""
     return not name.startswith((str(Path(__file__).parent), "<")) and not re.search(
         "(site|dist)-packages|/python3", name
     )

@@ -191,6 +191,13 @@ def _describe_spot(answer: dict[str, Any]) -> str:
 
 
 def _dollars(value: float) -> str:
+    """Write dollars: in cents, and less than one in hundredths of it.
+
+    >>> _dollars(0.0032), _dollars(0.25), _dollars(0.0)
+    ('0.0032', '0.25', '0.00')
+    """
+    if 0 < value < 0.01:
+        return f"{value:.4f}"
     return f"{value:,.2f}" if value < 10 else round_number(value)
 
 

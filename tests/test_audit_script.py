@@ -494,7 +494,7 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
         ([*VARY, "--processes", "two", "--", "README.md"], "--processes is two, not numbers from 1 to 64 with commas"),
         (
             [*VARY, "--processes", "3", "--", "README.md"],
-            r"gradient_accumulation_steps and per_device_\w+ cannot be divided by 3",
+            r"gradient_accumulation_steps and per_device_\w+ cannot be divided by 3: give values .*--per_process FLAG",
         ),
         ([*VARY, "--steps", "-1", "--", "README.md"], r"--steps is -1, must be 0 \(all\) or more"),
         ([*VARY, "--tolerance", "-1", "--", "README.md"], "--tolerance is -1.0, must be 0 or more and below 1"),

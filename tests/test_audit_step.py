@@ -540,6 +540,23 @@ def test_two_processes(samples, server, monkeypatch):
     assert [(finding.cause, finding.where) for finding in accelerate.findings] == [("last_window", "at the end")]
 
 
+def test_a_failure_deep_in_a_library_names_the_line_of_the_program(tmp_path):
+    program = tmp_path / "mine.py"
+    program.write_text("import copy\n\nrow = [[[[[[[(x for x in ())]]]]]]]\ncopy.deepcopy(row)\n", encoding="utf-8")
+    with pytest.raises(UsageError) as error:
+        process_runner.run([sys.executable, str(program)], 1, "mine.py", 60)
+    title, place, line, gap, *end = str(error.value).splitlines()
+    assert (title, gap, len(end)) == ("mine.py failed:", "    ...", process_runner.END - 3)
+    assert place.endswith('mine.py", line 4, in <module>')
+    assert line.strip() == "copy.deepcopy(row)"
+    assert end[-1].strip().startswith("TypeError: cannot pickle 'generator'")
+    program.write_text("raise KeyError('mine')\n", encoding="utf-8")  # all of it is the end
+    with pytest.raises(
+        UsageError, match=r"^mine.py failed:\n  Traceback .*\n    File .*mine.py\", line 1(.|\n)*KeyError"
+    ):
+        process_runner.run([sys.executable, str(program)], 1, "mine.py", 60)
+
+
 @pytest.mark.distributed
 def test_processes_that_fail_or_wait(samples):
     def failing_loss(model, batch):

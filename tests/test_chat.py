@@ -61,8 +61,9 @@ PLACES = ["whole", "adapter", "merged", "merged/adapter", "whole/checkpoint-100"
 
 
 @pytest.mark.parametrize("place", keep(PLACES, ["whole", "merged/adapter", "adapter/checkpoint-160"]))
-def test_every_result_answers_and_stops(results, ask, place):
+def test_every_result_answers_and_stops(results, ask, place, recwarn):
     assert ask(results / place, flags=("--once", "Say 2.")) == (0, ["cc"])
+    assert [each for each in recwarn if issubclass(each.category, FutureWarning)] == []  # a user cannot mend them
 
 
 def test_it_knows_what_was_said_before(results, ask, after_forward):
@@ -159,6 +160,16 @@ def test_a_model_of_another_kind_is_one_clear_line(tmp_path):
     transformers.BertForPreTraining(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="it is no causal language model, but a BertForPreTraining"):
+        chat([str(tmp_path), "--once", "a"])
+
+
+def test_a_model_of_images_is_one_line_that_says_how_to_ask_it(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        UsageError,
+        match=r'a LlavaForC\w+, of images and texts, which chat does not take: ask it by pipeline\("image-text',
+    ):
         chat([str(tmp_path), "--once", "a"])
 
 

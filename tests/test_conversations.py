@@ -434,7 +434,8 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         (
             [ONE, {"prompt": "a", "completion": "b"}],
             {},
-            ":2: its columns are 'prompt', 'completion', but the first row is read by messages: give",
+            ":2: its columns are 'prompt', 'completion', but the first row is read by messages: give all rows the same "
+            "columns, or each form its own file",
         ),
         (
             [ONE | {"prompt": "another", "completion": "b"}],

@@ -469,6 +469,17 @@ def test_a_gradient_that_the_value_does_not_show():
         measure(ask, draw_rows(9))
 
 
+def test_a_mean_that_is_weighted_says_what_to_give():
+    """As weights of classes do: it divides by a sum of weights, which no batch says."""
+
+    def ask(model, batch):
+        weights = 1.0 + 3.0 * (batch["x"][:, 1] > 0)
+        return (model(batch) * weights).sum() / weights.sum()
+
+    with pytest.raises(UsageError, match="or weights its classes: give loss= and targets= "):
+        measure(ask, draw_rows(9))
+
+
 def test_a_divergence_that_is_clamped():
     """Nothing where the model is its own reference, and on one side of it."""
     start = Bias().weight.detach().clone()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import corpus
 import pytest
+import torch
 from cases import keep
 from common import ROOT
 from test_audit_resume import PROGRAM as RESUMED
@@ -183,6 +184,40 @@ def test_of_not_summed(tagger):
     assert "(labels != -100).sum(), not labels.numel()" in KINDS["counts"].remedy
     assert audit_step(*tagger("(tags != -100).sum()", "tags.numel()"), cuts=CUTS).causes == {"counts"}
     assert audit_step(*tagger(), cuts=CUTS).is_exact
+
+
+def test_of_padding_in_a_recurrent_layer(tagger):
+    """A GRU that reads its sentences backwards begins with the padding, if it is not told where they end."""
+
+    def audit(is_packed: bool):
+        class Reader(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.words, self.tags = torch.nn.Embedding(100, 16), torch.nn.Linear(16, 5)
+                self.rnn = torch.nn.GRU(16, 8, batch_first=True, bidirectional=True)
+
+            def forward(self, words):
+                states = self.words(words)
+                if is_packed:
+                    lengths = (words > 0).sum(1)
+                    states = torch.nn.utils.rnn.pack_padded_sequence(states, lengths, True, enforce_sorted=False)
+                states, _ = self.rnn(states)
+                if is_packed:
+                    states, _ = torch.nn.utils.rnn.pad_packed_sequence(states, True)
+                return self.tags(states)
+
+        _, samples, collate, loss = tagger()
+        return audit_step(Reader(), [(words + 1, tags) for words, tags in samples], collate, loss, cuts=CUTS)
+
+    assert "torch.nn.utils.rnn.pack_padded_sequence" in KINDS["padding"].remedy
+    assert audit(is_packed=False).causes == {"padding"}
+    assert audit(is_packed=True).is_exact
+
+
+def test_of_a_trainer():
+    """Who has a Trainer is not told of loops alone."""
+    for name in ("mean_of_means", "tail", "duplicated", "other_samples", "ignores_num_items", "shifted_labels"):
+        assert "exact(Trainer)" in KINDS[name].remedy, name
 
 
 def test_of_rounding(tagger):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,20 +97,34 @@ def _load_result(folder: str, base: str) -> Any:
         UsageError: it cannot be loaded, or is no causal language model.
     """
     import torch  # here: it takes seconds
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+    )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         name = (config.architectures or [f"{config.model_type}ForCausalLM"])[0]
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not name.endswith(GENERATORS):
+            if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+                raise UsageError(
+                    f"{folder} holds a {name}, of images and texts, which chat does not take: "
+                    'ask it by pipeline("image-text-to-text")'
+                )
             raise ValueError(f"it is no causal language model, but a {name}")
         model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", weights_only=True)
         if folder != base:
             import peft
 
-            model = peft.PeftModel.from_pretrained(model, folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of names that peft takes of transformers
+                model = peft.PeftModel.from_pretrained(model, folder)
         return model.to(device).eval()
+    except UsageError:
+        raise
     except Exception as error:  # of any kind: the files were written by others
         subject = folder if folder == base else f"{folder}, an adapter of {base},"
         raise UsageError(f"{subject} cannot be loaded: {reason(error)}. Give what a fine-tuning left") from None

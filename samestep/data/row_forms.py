@@ -303,7 +303,7 @@ class RowReader:
         if first is not None and plan is not first and (plan.form, plan.required) != (first.form, first.required):
             raise UsageError(
                 f"its columns are {list_names(names)}, but the first row is read by {first.columns}: give all rows the same "
-                "columns"
+                "columns, or each form its own file"
             )
         self.turns.fields, self.turns.has_untrained = set(), False
         prompt, answers = getattr(self, f"_read_{plan.form}")(plan, values)

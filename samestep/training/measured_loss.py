@@ -286,7 +286,10 @@ class Measurement:
             errors, _ = self._ask(_take_parts(whole, len(samples)))
             if min(errors.values(), default=1.0) <= self.tolerance:
                 return f"{text}. Padded alike it is: it depends on the padding, so pad all samples to one length"
-        return f"{text}. It compares the samples of a batch, or has terms with several counts: give loss= and targets="
+        return (
+            f"{text}. It compares the samples of a batch, has several counts, or weights its classes: "
+            "give loss= and targets= (docs/your-trainer.md)"
+        )
 
     def check_sums(self, dataset: Any) -> None:
         """Check that sums of samples together are those of samples apart. Raises UsageError: they depend on padding, mostly."""
