@@ -166,6 +166,8 @@ def _find_hill(curve: Curve) -> Finding | None:
 
 WILDER, PERIODIC = 25.0, 0.6
 """Growth of the scatter from the calmest part to a later one, and correlation of the loss with itself a period later."""
+LONGEST_PERIOD = 500
+"""Steps of a period that is looked for, at most: a median over a share of a long run would take minutes."""
 
 
 def find_oscillation(curve: Curve) -> Finding | None:
@@ -202,9 +204,9 @@ def find_oscillation(curve: Curve) -> Finding | None:
 
 def _find_period(curve: Curve) -> tuple[int, float]:
     """Find the lag after which the loss is most like itself, behind one at which it is unlike; and the correlation there."""
-    rest = curve.loss - find_level(curve.loss, curve.num_steps // 4 | 1)
+    longest = min(curve.num_steps // 4, LONGEST_PERIOD)
+    rest = curve.loss - find_level(curve.loss, min(curve.num_steps // 4, 4 * LONGEST_PERIOD) | 1)
     rest = np.clip(rest, -4 * curve.scatter, 4 * curve.scatter)  # a single spike has no period
-    longest = min(curve.num_steps // 4, 500)
     lags = np.array([correlate(rest[:-lag], rest[lag:]) for lag in range(1, longest + 1)])
     unlike = np.flatnonzero(lags < 0)
     if not len(unlike) or unlike[0] + 1 >= len(lags):
