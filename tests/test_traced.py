@@ -50,7 +50,7 @@ def make_recipe(tmp_path):
     ("kind", "changes", "recomputed"),
     [
         ("olmo", {}, False),
-        ("cohere2", LORA, True),
+        thorough("cohere2", LORA, True),
         thorough("cohere2", {}, False),
         thorough("olmoe", {}, True),
         thorough("olmoe", LORA, False),
