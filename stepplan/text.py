@@ -488,8 +488,12 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
     if answer["too_large"]:
         yield from _wrap(f"Too large: {', '.join(answer['too_large'])}", indent="  ")
     if command:
-        yield from ("", "To plan one of them, with its launch file and its recipe")
+        yield from ("", "To plan the last of them, with its launch file and its recipe")
         yield from _wrap_command(command)
+        yield from _wrap(
+            "For another model change --model_name_or_path. LoRA has no --base_quantization; training of all weights has no "
+            "--lora_ flags either, and a lower --learning_rate."
+        )
 
 
 def make_fits_table(answer: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -90,6 +90,20 @@ def test_help_and_mistakes_need_no_torch(recipe, tmp_path):
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
 
 
+def test_a_missing_file_of_data_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    env.pop("RANK", None)
+    flags = f"--recipe finetune_reviews_cpu --train_file gone.csv --validation_file {tmp_path}/away.csv"
+    command = [sys.executable, str(ROOT / "scripts" / "finetune_classifier.py"), *flags.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        f"ERROR: data file gone.csv: no such file in {tmp_path}. Check the path.",
+        f"ERROR: data file {tmp_path}/away.csv: no such file. Check the path.",
+    ]
+
+
 def test_help_of_every_command_needs_no_torch(tmp_path):
     for name in ("torch", "transformers", "accelerate", "datasets"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")

@@ -124,6 +124,7 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
     if not isinstance(kind, str) or kind not in TASKS:
         state = "missing" if kind is None else format_value(kind)
         remedy = f"{', '.join(TASKS)}; `extends: RECIPE` brings that of another recipe"
+        remedy += "; a task of your own is known to programs that import its file" if kind is not None else ""
         raise UsageError(f"recipe {format_name(name_or_file)}: task is {state}, must be one of {remedy}")
     if task is not None and kind != task:
         raise UsageError(

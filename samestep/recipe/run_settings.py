@@ -1,6 +1,7 @@
 """The settings of a run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
 
 import dataclasses
+import glob
 import math
 import os
 import sys
@@ -292,6 +293,23 @@ def parse(
     return recipe.rehearsed() if run.rehearse else recipe, run
 
 
+def check_files(recipe: Recipe) -> None:
+    """Check that the files of data are there that a recipe names by their paths.
+
+    Raises:
+        UsageError: one is not, in the words of `samestep.data.documents.find_files`.
+    """
+    names = [getattr(recipe, name, None) for name in ("train_file", "validation_file")]
+    patterns = [pattern for value in names for pattern in ([value] if isinstance(value, str) else value or ())]
+    problems = []
+    for pattern in map(os.path.expanduser, patterns):
+        if "://" not in pattern and not glob.has_magic(pattern) and not os.path.lexists(pattern):
+            place = "" if os.path.isabs(pattern) else f" in {os.getcwd()}"
+            problems.append(f"data file {pattern}: no such file{place}. Check the path.")
+    if problems:
+        raise UsageError(problems)
+
+
 def answer_early(argv: Sequence[str], task: str | Sequence[str], description: str) -> None:
     """Answer `--help`, mistakes in the flags and `--rehearse`, and end the program then; else return.
 
@@ -306,6 +324,8 @@ def answer_early(argv: Sequence[str], task: str | Sequence[str], description: st
     if not parsed:
         sys.exit(code)
     small, run = parsed[0]
+    if code := exit_code(lambda: check_files(small)):
+        sys.exit(code)
     if run.rehearse and rehearsal.SESSION not in os.environ:
         recipe, _ = parse([*argv, "--rehearse", "false"], task, description)
         folder = run.output_dir if find_flag(argv, "output_dir") else None

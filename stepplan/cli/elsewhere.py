@@ -35,7 +35,7 @@ class ElsewhereSettings(HardwareSettings):
     )
     zero_stage: int | None = setting(
         "with program: 2 divides gradients and moments between the processes, and leaves weights whole (DeepSpeed)",
-        ("must be 2", lambda value: value == 2),
+        ("must be 2, or left out: --sharded plans stage 3", lambda value: value == 2),
         default=None,
     )
     offloaded: bool = setting(
