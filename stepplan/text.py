@@ -488,11 +488,13 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
     if answer["too_large"]:
         yield from _wrap(f"Too large: {', '.join(answer['too_large'])}", indent="  ")
     if command:
-        yield from ("", "To plan the last of them, with its launch file and its recipe")
+        planned = max(answer["rows"], key=lambda row: row["num_parameters"])
+        yield ""
+        yield from _wrap(f"To plan {planned['model']} by {planned['method']}, with its launch file and its recipe")
         yield from _wrap_command(command)
         yield from _wrap(
-            "For another model change --model_name_or_path. LoRA has no --base_quantization; training of all weights has no "
-            "--lora_ flags either, and a lower --learning_rate."
+            "For another model change --model_name_or_path. QLoRA is LoRA with --base_quantization nf4. Training of all "
+            "weights has neither this nor the --lora_ flags, and a lower --learning_rate."
         )
 
 

@@ -173,6 +173,7 @@ def test_samples_that_are_known_by_heart_are_overfitting():
     losses = 2 * np.exp(-np.arange(150) / 15) + 0.003
     assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.6, 0.61, 0.61]) == ["overfitting"]
     assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.6, 0.61, 0.61], num_epochs=1) == [], "each sample came once"
+    assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.6, 0.61, 0.61], num_epochs=0) == ["overfitting"], "a stream"
     assert judge_evaluated(losses, [2.0, 1.2, 0.7, 0.6, 0.5, 0.4, 0.3]) == [], "it still falls"
     assert judge_evaluated(losses, [2.0, 1.2, 0.3, 0.05, 0.02, 0.02, 0.02]) == []
 

@@ -94,7 +94,12 @@ def test_the_command(capsys):
         row["model"] for row in answer["rows"]
     ]
     assert answer["command"].endswith("--write_recipe mine.yaml --write_config launch.yaml")
-    assert max(answer["rows"], key=lambda row: row["num_parameters"])["model"] in answer["command"]
+    largest = max(answer["rows"], key=lambda row: row["num_parameters"])
+    assert largest["model"] in answer["command"]
+    assert f"To plan {largest['model']} by {largest['method']}, with" in " ".join(text.split())
+    # The command is of the method that is named
+    assert largest["method"].startswith("LoRA")
+    assert "--base_quantization" not in answer["command"]
 
 
 def test_the_proposed_command_works(monkeypatch, capsys, tmp_path):

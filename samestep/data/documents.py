@@ -22,7 +22,7 @@ from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_d
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
-from samestep.recipe.reading import find_fault, open_without_waiting
+from samestep.recipe.reading import describe_missing, find_fault, open_without_waiting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 
 pa, compute, parquet = optional("pyarrow"), optional("pyarrow.compute"), optional("pyarrow.parquet")
@@ -392,8 +392,7 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
             matches = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
             if not matches:
                 rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
-                place = "" if os.path.isabs(pattern) else f" in {os.getcwd()}"
-                problems.append(f"data file {pattern}: {rule}{place}. Check the path.")
+                problems.append(describe_missing(pattern, rule))
         for file in matches:
             kind = Path(file).suffix.lower()
             if kind not in kinds:

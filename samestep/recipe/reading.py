@@ -157,6 +157,12 @@ def find_fault(file: str | os.PathLike[str]) -> str | None:
     return f"is a {kind}, not a regular file. Copy what it gives into one."
 
 
+def describe_missing(pattern: str, rule: str = "no such file") -> str:
+    """Describe a path of data, or a pattern of paths, that leads to no file."""
+    place = "" if os.path.isabs(pattern) else f" in {os.getcwd()}"
+    return f"data file {pattern}: {rule}{place}. Check the path."
+
+
 def check_model_folder(folder: str | os.PathLike[str], origin: str) -> None:
     """Check the files of a folder before a library reads them whole. What is no folder is left to the library.
 

@@ -15,6 +15,7 @@ from samestep.recipe import pretrained_shape, rehearsal
 from samestep.recipe.exclusions import find_problems
 from samestep.recipe.extras import require_for_training
 from samestep.recipe.other_names import rename_old_flags
+from samestep.recipe.reading import describe_missing
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import (
     BATCH,
@@ -294,20 +295,18 @@ def parse(
 
 
 def check_files(recipe: Recipe) -> None:
-    """Check that the files of data are there that a recipe names by their paths.
+    """Check that the files of data are there that a recipe names by their paths; patterns and URLs are found later.
 
     Raises:
-        UsageError: one is not, in the words of `samestep.data.documents.find_files`.
+        UsageError: one is not.
     """
-    names = [getattr(recipe, name, None) for name in ("train_file", "validation_file")]
-    patterns = [pattern for value in names for pattern in ([value] if isinstance(value, str) else value or ())]
-    problems = []
-    for pattern in map(os.path.expanduser, patterns):
-        if "://" not in pattern and not glob.has_magic(pattern) and not os.path.lexists(pattern):
-            place = "" if os.path.isabs(pattern) else f" in {os.getcwd()}"
-            problems.append(f"data file {pattern}: no such file{place}. Check the path.")
-    if problems:
-        raise UsageError(problems)
+    values = [getattr(recipe, name, None) for name in ("train_file", "validation_file")]
+    patterns = [pattern for value in values for pattern in ([value] if isinstance(value, str) else value or ())]
+    paths = [
+        os.path.expanduser(pattern) for pattern in patterns if "://" not in pattern and not glob.has_magic(pattern)
+    ]
+    if missing := [path for path in paths if not os.path.lexists(path)]:
+        raise UsageError([*map(describe_missing, missing)])
 
 
 def answer_early(argv: Sequence[str], task: str | Sequence[str], description: str) -> None:

@@ -22,7 +22,8 @@ def find_overfitting(curve: Curve) -> Finding | None:
     known = np.isfinite(losses)
     steps, losses = steps[known], losses[known]
     epochs = curve.history.columns["epoch"]
-    if len(losses) < 3 or epochs[-1] <= 1:  # of samples that come once the training loss is a held-out one
+    # Of samples that come once the training loss is a held-out one. A stream does not know its epochs, and has 0
+    if len(losses) < 3 or 0 < epochs[-1] <= 1:
         return None
     low = int(losses.argmin())
     place = min(int(np.searchsorted(curve.history.steps, steps[low])), curve.num_steps - 1)

@@ -65,9 +65,8 @@ def _find_worse(curve: Curve) -> tuple[int, float] | None:
     rise = float(np.median(curve.loss[-width:])) - min(levels)
     lowest = int(losses.argmin())
     held_out = float(np.median(losses[-2:]) - losses[lowest])
-    bound = max(
-        BOTH * curve.fall, 2 * 1.25 * curve.scatter * float(np.sqrt(2 / width))
-    )  # 1.25: a median's error / a mean's
+    error = 1.25 * curve.scatter * float(np.sqrt(2 / width))  # of two medians; that of a median is 1.25 of a mean's
+    bound = max(BOTH * curve.fall, 2 * error)
     has_restarted = bool((curve.restarts > low).any())
     is_late = low >= n - 2 * width or lowest >= len(losses) - 2
     return None if has_restarted or is_late or rise < bound or held_out < BOTH * curve.fall else (low, held_out)
@@ -137,7 +136,7 @@ HIGHER = 4.0
 
 def _find_hill(curve: Curve) -> Finding | None:
     """Find a leap of several steps that the loss comes down from: a shock, or other samples that the model learns meanwhile."""
-    loss, n, rates = curve.loss, curve.num_steps, curve.history.columns["learning_rate"]
+    loss, n = curve.loss, curve.num_steps
     places, edges = find_edges(loss)
     if not len(places):
         return None
@@ -151,8 +150,7 @@ def _find_hill(curve: Curve) -> Finding | None:
     height = top - float(np.median(before))
     medians = find_level(loss, SIDE)
     back = np.flatnonzero(medians[up:] < top - 0.6 * height)
-    has_restarted = rates[min(up + SIDE, n - 1)] > 1.5 * rates[up - SIDE]
-    if not len(back) or has_restarted or find_scatter(before) * HIGHER > height:
+    if not len(back) or curve.has_restarted(up - SIDE, up + SIDE) or find_scatter(before) * HIGHER > height:
         return None
     first, last = curve.step(up), curve.step(up + int(back[0]))
     return Finding(
@@ -180,9 +178,8 @@ def find_oscillation(curve: Curve) -> Finding | None:
     for number, scatter in enumerate(scatters[1:], 1):
         calmest = int(np.argmin(scatters[:number]))
         calm = max(scatters[calmest], 1e-6 * abs(curve.end))
-        has_begun = (
-            levels[number] < levels[calmest] - scatter / 2
-        )  # a loss that is still has no noise; one that falls has
+        # A loss that has not begun to fall has no noise; one that falls has
+        has_begun = levels[number] < levels[calmest] - scatter / 2
         if scatter > WILDER * calm and scatter > 0.25 * curve.fall and not has_begun:
             step = curve.step(starts[number])
             saw = f"the loss goes up and down from step {step:,} on, {scatter / calm:.0f} times as far as before"

@@ -64,7 +64,9 @@ def show_samples(source: Source, num_samples: int, colour: bool = False) -> list
                 text.rstrip("\n"),
             ]
     report = getattr(source, "mask_report", None)
-    return [*lines, "---", str(source), *map(str, source.row_reports), *([] if report is None else [str(report)])]
+    left_out = getattr(source, "describe_left_out", list)()  # of a stream, which has no report of all rows
+    reports = [*map(str, source.row_reports), *left_out, *([] if report is None else [str(report)])]
+    return [*lines, "---", str(source), *reports]
 
 
 def find_place(source: Source, sample_id: int) -> str:

@@ -67,6 +67,11 @@ class Streamed:
         """Choose samples to be shown: the first ones of the run."""
         return [*range(num_samples)]
 
+    def describe_left_out(self) -> list[str]:
+        """Describe the rows that rules left out since the last call; those with a fault were each warned of."""
+        _, counts = self.streams.take_left_out()
+        return [f"left out until here: {format_count(count, 'row')}, {rule}" for rule, count in counts.items()]
+
     def describe_stream(self) -> str:
         """Say how many shards and streams there are."""
         files = {shard.name for source in self.streams.sources for shard in source.shards}
