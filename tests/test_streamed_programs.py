@@ -309,6 +309,18 @@ def test_a_row_with_a_fault_ends_the_run_unless_it_is_skipped(train, data, damag
         train("refused", flags(data, "chats", 4, more=f" --train_file {folder}"), program="finetune_causal_lm")
 
 
+def test_files_without_a_row_are_named(data, tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("\n")
+    changes = {"streaming": True, "train_file": [str(tmp_path)], "tokenizer_name": str(data / "bert")}
+    with pytest.raises(
+        UsageError, match=r"^train_file has no row in .*a\.jsonl and 1 more file: give files that hold rows"
+    ):
+        segments.StreamedSentencePairs.build(
+            load("bert_small_cpu", changes | {"validation_fraction": 0.0}), None, "skip"
+        )
+
+
 @pytest.mark.parametrize("workload", ["mixture", "preferences"])
 def test_mixtures_and_pairs_skip_rows_with_a_fault(train, data, tmp_path, workload):
     """As if they had never been there: the same weights as of the shards without them."""

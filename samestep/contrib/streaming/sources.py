@@ -114,7 +114,9 @@ def read_first(source: Source) -> list[tuple[str, Any]]:
         UsageError: it has none, or none among the first `MAX_BAD`.
     """
     rows: list[tuple[str, Any]] = []
-    problem, num_bad = "is empty", 0
+    files = list(dict.fromkeys(shard.name for shard in source.shards))
+    more = f" and {format_count(len(files) - 1, 'more file')}" if len(files) > 1 else ""
+    problem, num_bad = f"has no row in {files[0]}{more}: give files that hold rows", 0
     for shard in source.shards:
         try:
             for _, place, values in source.read(shard, 0):
