@@ -1,7 +1,5 @@
 """Finds what the data do to a run: overfitting, and traces of the order of the samples."""
 
-import itertools
-
 import numpy as np
 
 from samestep.contrib.doctor.curve import SIDE, Curve, find_edges
@@ -62,7 +60,7 @@ REPEATED, CERTAIN = 0.35, 4.0
 
 def find_order(curve: Curve) -> Finding | None:
     """Find traces of the order of the data: a pattern that comes again in each epoch, or a stretch that is unlike the rest."""
-    return _find_repeated(curve) or _find_sorted(curve) or _find_stretch(curve) or _find_higher_part(curve)
+    return _find_repeated(curve) or _find_stretch(curve) or _find_higher_part(curve)
 
 
 def _find_repeated(curve: Curve) -> Finding | None:
@@ -85,44 +83,6 @@ def _find_repeated(curve: Curve) -> Finding | None:
         saw="the loss has the same pattern in each epoch: the samples come in the same order",
         knob="shuffle the data anew in each epoch",
         evidence={"correlation_of_epochs": correlation, "steps_per_epoch": float(per_epoch), "steps": len(later)},
-    )
-
-
-NEW, NUM_NEW = 6.0, 2
-"""Scatters by which the loss leaps up where samples of another kind begin, and leaps from which on the data are sorted."""
-
-
-def _find_sorted(curve: Curve) -> Finding | None:
-    """Find leaps up, each from a calm loss that had fallen to one as calm that falls anew: data that are sorted by kind.
-
-    An unstable loss leaps, too, but it is wild around its leaps, or is back within a few steps.
-    """
-    loss, n = curve.loss, curve.num_steps
-    places, edges = find_edges(loss)
-    leaps: list[int] = []
-    for place, edge in zip(places.tolist(), edges.tolist(), strict=True):
-        is_peak = edge == edges[max(0, place - places[0] - SIDE) : place - places[0] + SIDE + 1].max()
-        if not is_peak or not 2 * SIDE <= place < n - 3 * SIDE or edge < max(NEW * curve.scatter, 0.15 * curve.fall):
-            continue
-        before, after = loss[place - 2 * SIDE : place - 1], loss[place + 2 : place + 2 * SIDE]
-        base, has_restarted = float(np.median(before)), curve.has_restarted(place - SIDE, place + SIDE)
-        is_calm = max(find_scatter(before), find_scatter(after)) <= UNEVEN * curve.scatter
-        stays = float(np.median(loss[place + SIDE : place + 3 * SIDE])) - base > edge / 3
-        if is_calm and stays and not has_restarted and not (leaps and place - leaps[-1] < 2 * SIDE):
-            leaps.append(place)
-    if len(leaps) < NUM_NEW:
-        return None
-    falls = [float(np.median(loss[a : a + SIDE]) - np.median(loss[b - SIDE : b])) for a, b in itertools.pairwise(leaps)]
-    if min(falls) < 3 * curve.scatter:
-        return None
-    first = curve.step(leaps[0])
-    return Finding(
-        kind="order",
-        step=first,
-        saw=f"the loss leaps up {len(leaps)} times, from step {first:,} on, and falls anew from there: samples of one kind "
-        "come after those of another",
-        knob="shuffle the data: they are sorted, by source, label or task",
-        evidence={"leaps": len(leaps), "last": curve.step(leaps[-1]), "scatter": curve.scatter},
     )
 
 
