@@ -110,13 +110,24 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
-    parts = [f"{hours} for {length}: {speed}; {explain_band([answer])}", _describe_end(answer)]
+    parts = [f"{hours} for {length}: {speed}; {explain_band([answer])}", _describe_rows(answer), _describe_end(answer)]
     energy = answer["energy_kwh"]
     if energy is not None and energy >= 0.01:
         parts.append(f"{round_number(energy)} kWh at the power limit")
     if answer["cost"] is not None:
         parts.append(_describe_cost(answer))
     return ". ".join(part for part in parts if part) + "."
+
+
+def _describe_rows(answer: dict[str, Any]) -> str:
+    """Say of how many rows an epoch is, where the rows of one's own files were counted, and how long each is taken to be."""
+    rows = answer.get("rows")
+    if not rows or rows["why"]:
+        return ""
+    held_out = f", of which {rows['num_held_out']:,} are held out" if rows["num_held_out"] else ""
+    text = f"The files have {rows['num_rows']:,} rows{held_out}"
+    length = answer["tokens_per_step"] // answer["global_batch_size"]
+    return f"{text}; each is counted with {length:,} tokens, the most, so shorter ones take less (--max_seq_length)"
 
 
 def _describe_cost(answer: dict[str, Any]) -> str:
@@ -559,8 +570,10 @@ def explain_band(answers: list[dict[str, Any]]) -> str:
 
 
 def _explain_missing(answer: dict[str, Any]) -> str:
+    rows = answer.get("rows")
+    why = f"that are not counted: {rows['why']}" if rows and rows["why"] else "that are not counted yet"
     needs = {
-        "num_train_samples": "the length is in epochs, of samples that are not counted yet. Add --num_train_samples N, "
+        "num_train_samples": f"the length is in epochs, of samples {why}. Add --num_train_samples N, "
         "which a run prints before its first step, also with --rehearse",
         "max_train_steps": "no length is given: add --max_train_steps N"
         + " or --num_train_tokens N" * bool(answer["tokens_per_second"]),

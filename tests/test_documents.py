@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data import documents, row_report
+from samestep.data import documents, row_files, row_report
 from samestep.data.builtin import python_docs
 from samestep.data.documents import load_rows, split_documents, split_sentences
 from samestep.errors import UsageError
@@ -65,7 +65,7 @@ def load_name(name, **kwargs):
     return load_documents(train_file=None, dataset_name=name, **kwargs)
 
 
-@pytest.mark.parametrize("kind", documents.READERS)
+@pytest.mark.parametrize("kind", row_files.READERS)
 def test_every_kind_gives_the_same_documents(tmp_path, kind):
     loaded = load(write(tmp_path / f"data{kind}", TEXTS))
     assert loaded["text"][:] == TEXTS
@@ -104,7 +104,7 @@ def test_byte_order_mark_and_windows_line_ends_in_csv_and_json(tmp_path):
 def test_a_json_array_is_read_as_its_objects(tmp_path, options):
     rows = [{"text": f"{text} ] é", "more": [{"text": "}"}]} for text in TEXTS]
     (tmp_path / "data.json").write_text("\ufeff \n" + json.dumps(rows, **options) + "\n\n", encoding="utf-8")
-    read = list(documents.read_json_lines("data.json"))
+    read = list(row_files.read_json_lines("data.json"))
     assert [row for _, row in read] == rows
     lines = (tmp_path / "data.json").read_text(encoding="utf-8").split("\n")
     assert all('"text"' in "".join(lines[number - 1 : number + 1]) for number, _ in read[: 99 if options else 1])
@@ -141,7 +141,7 @@ def test_an_unchanged_file_comes_from_the_cache_and_a_changed_one_does_not(tmp_p
     file.write_text('{"text": "old", "other": "column"}')
     first = load("data.jsonl")
     with monkeypatch.context() as patch:
-        patch.setitem(documents.READERS, ".jsonl", None)  # reading would fail
+        patch.setitem(row_files.READERS, ".jsonl", None)  # reading would fail
         assert load(str(file))["text"][:] == ["old"]
     assert load("data.jsonl", text_column="other")["text"][:] == ["column"]
     stat = file.stat()
@@ -172,7 +172,7 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory():
     """One line again and again, which is in the memory once."""
     lines = zip(range(3, 10**6), itertools.repeat("a line\n" * 10**6), strict=False)
     with pytest.raises(UsageError, match=r"data\.txt:41: no blank line in 268,435,456 characters, but put one, or use"):
-        documents._join("data.txt", lines, "no blank line", "put one")
+        row_files._join("data.txt", lines, "no blank line", "put one")
     assert next(lines)[0] == 42
 
 

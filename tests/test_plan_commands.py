@@ -22,6 +22,7 @@ from samestep.recipe.catalog import load
 from stepplan.base_models import find_base_model
 from stepplan.hardware import parse
 from stepplan.placement import place
+from stepplan.rows import count_rows
 from stepplan.workload import from_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -327,6 +328,48 @@ def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, capsys):
     answer = json.loads(run(capsys, *words, "--num_train_samples", "1000", "--json"))
     assert (answer["missing"], answer["num_steps"]) == (None, num_steps)
     assert "--num_train_samples" not in answer["command"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+def test_rows_of_ones_own_files_are_counted(kind, capsys, tmp_path):
+    """By plan and by launch, less those held out; a row that cannot be read is none."""
+    file = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.table({"prompt": ["a"] * 200, "completion": ["b"] * 200}), file)
+    elif kind == "csv":
+        file.write_text("prompt,completion\n" + 'a,"b\nc"\n' * 200)
+    else:
+        file = tmp_path / "rows.jsonl"
+        file.write_text('{"prompt": "a", "completion": "b"}\n' * 200 + '\n{"prompt": \n')
+    words = ["llama3_8b_lora_3090", "--train_file", str(tmp_path if kind == "folder" else file)]
+    answer = json.loads(run(capsys, "plan", *words, "--on", "1x3090", "--json"))
+    assert (answer["rows"]["num_rows"], answer["rows"]["num_held_out"]) == (200, 10)
+    assert (answer["missing"], answer["num_steps"]) == (None, 12)  # 190 samples in steps of 16
+    text = " ".join(run(capsys, "plan", *words, "--on", "1x3090").split())
+    assert "The files have 200 rows, of which 10 are held out; each is counted with 2,048 tokens, the most" in text
+    *job, out = [*words, "--on", "slurm:1x3090", "--", "--output_dir", "/runs/x"]
+    assert "#SBATCH --time=" in run(capsys, "launch", *job, out)
+
+
+def test_what_is_not_counted_is_planned_all_the_same(capsys, tmp_path):
+    """Files that are on another machine, that are no data, or that take long to read."""
+    words = ["plan", "llama3_8b_lora_3090", "--on", "1x3090", "--train_file"]
+    assert "samples that are not counted: data file gone.jsonl: no such file" in read_plan(capsys, *words, "gone.jsonl")
+    (tmp_path / "one.jsonl").write_text('{"text": "a"}\n' * 2)
+    assert "not counted: it holds 2 rows, of which 2 are held out" in read_plan(
+        capsys, *words, str(tmp_path / "one.jsonl")
+    )
+    recipe = load("llama3_8b_lora_3090", {"train_file": [str(tmp_path / "one.jsonl")]})
+    assert (
+        count_rows(recipe, max_bytes=10).why == "its files have 2.8e-08 GB, and plan reads up to 1e-08 GB to count them"
+    )
+    (tmp_path / "bad.parquet").write_text("no table")
+    assert "cannot be read" in read_plan(capsys, *words, str(tmp_path / "bad.parquet"))
+
+
+def read_plan(capsys, *words):
+    return " ".join(run(capsys, *words).split())
 
 
 def test_what_widens_a_range_is_said_in_one_line(capsys):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.data.documents import shorten
+from samestep.data.tables import shorten
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
 from samestep.recipe.reading import find_fault, format_name, open_without_waiting

@@ -23,9 +23,9 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data.arrow import Dataset, Features, Value, hash_modules, hash_parts
 from samestep.data.conversation_rows import has_turns
-from samestep.data.documents import shorten
 from samestep.data.row_forms import find_beginning
 from samestep.data.row_images import list_texts
+from samestep.data.tables import shorten
 from samestep.data.template_process import PROCESS, Part, Rendering, Request, TemplateLimitError, TemplateRefusal
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason

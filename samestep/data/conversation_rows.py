@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import documents, row_forms, row_images, row_report
+from samestep.data import documents, row_files, row_forms, row_images, row_report, tables
 from samestep.data.arrow import Dataset, Features, List, Value, datasets, hash_modules
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
@@ -114,7 +114,7 @@ def _report(entry: str, table: Table, files: Sequence[str]) -> RowReport:
     unused = count_unused(table.rows)
     named = dict.fromkeys(name for names in table.rows.unique("columns") for name in names.split(", "))
     columns = [name for name in named if unused.get(name, 0) < len(table.rows)]
-    notes = documents.describe_sources(files, documents.ROW_READERS) if files else []
+    notes = row_files.describe_sources(files, row_files.ROW_READERS) if files else []
     bad, num_used = table.notes.problems, len(table.rows)
     return RowReport(entry, table.num_read, num_used, bad=bad, columns=columns, unused=unused, notes=notes)
 
@@ -128,19 +128,19 @@ def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:
     missing = [name for name in recipe.column_names if name not in names]
     if missing and is_read:
         raise UsageError(
-            f"columns names {documents.shorten(missing[0])}, which no row that can be read has: {nearest(missing[0], names)}"
+            f"columns names {tables.shorten(missing[0])}, which no row that can be read has: {nearest(missing[0], names)}"
         )
 
 
 def _is_file(recipe: Any, entry: str) -> bool:
-    return bool(recipe.train_file) or Path(entry).suffix.lower() in documents.ROW_READERS
+    return bool(recipe.train_file) or Path(entry).suffix.lower() in row_files.ROW_READERS
 
 
 def _check_files_differ(entries: Sequence[str]) -> None:
     """Raise UsageError where two sources hold the same file."""
     owners: dict[str, str] = {}
     for entry in entries:
-        for file in documents.find_files([entry], documents.ROW_READERS)[0]:
+        for file in row_files.find_files([entry], row_files.ROW_READERS)[0]:
             owner = owners.setdefault(os.path.realpath(file), entry)
             if owner != entry:
                 raise UsageError(
@@ -170,7 +170,7 @@ def name_sources(entries: Sequence[str]) -> list[str]:
     names: list[str] = []
     for entry in entries:
         parts = [part for part in Path(entry).parts if not glob.has_magic(part)] or [entry]
-        last = parts[-1] if Path(entry).suffix.lower() not in documents.ROW_READERS else Path(parts[-1]).stem
+        last = parts[-1] if Path(entry).suffix.lower() not in row_files.ROW_READERS else Path(parts[-1]).stem
         name = re.sub(r"[^\w.-]+", "_", last).strip("_") or "files"
         number = 1 + sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", other) is not None for other in names)
         names.append(name if number == 1 else f"{name}_{number}")
@@ -211,12 +211,12 @@ def load_rows(
     options: dict[str, Any] = {"wants_pairs": wants_pairs, "train_on": train_on, "columns": dict(columns or {})}
     if takes_images:
         options["takes_images"] = True
-    files, keys = documents.find_files(train_file, documents.ROW_READERS)
+    files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
     if names is None:
         names = name_sources(train_file) if len(train_file) <= MAX_SOURCES else ["files"] * len(train_file)
     labels: dict[str, str] = {}
     for entry, name in zip(train_file, names, strict=True):
-        for file in documents.find_files([entry], documents.ROW_READERS)[0]:
+        for file in row_files.find_files([entry], row_files.ROW_READERS)[0]:
             labels.setdefault(file, name)
     labelled = [(file, labels[file]) for file in files]
     key = (keys, labelled, options, hash_modules(*READING))
@@ -248,7 +248,7 @@ def _read(files: Sequence[tuple[str, str]], **options: Any) -> Iterator[dict[str
     for file, source in files:
         reader.turns.folder = os.path.dirname(os.path.abspath(file))
         is_table = Path(file).suffix.lower() not in (".json", ".jsonl")
-        yield from _read_source(documents.read_rows(file), is_table, source, reader, notes)
+        yield from _read_source(row_files.read_rows(file), is_table, source, reader, notes)
     yield from notes.write(FEATURES, "row")
 
 

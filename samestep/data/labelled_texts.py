@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import documents, row_report
+from samestep.data import documents, row_files, row_report, tables
 from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.ragged import make_micro_batch
@@ -63,7 +63,7 @@ class Columns:
         Raises:
             UsageError: a column that is not present, or none with a usual name; lists the columns that are present.
         """
-        text, pair, present_names = self.text, self.pair, documents.list_names(present)
+        text, pair, present_names = self.text, self.pair, tables.list_names(present)
         if text is None:
             pair = next((name for name in PAIRS if name in present and PAIRS[name] in present), None)
             text, pair = (pair, PAIRS[pair]) if pair else (next((n for n in TEXTS if n in present), None), None)
@@ -79,7 +79,7 @@ class Columns:
             elif name is not None and name not in present:
                 problems.append(
                     f"{location} has no column {name!r}, only {present_names}. Set {field}: "
-                    f"{nearest(name, map(documents.shorten, present))}"
+                    f"{nearest(name, map(tables.shorten, present))}"
                 )
         if problems:
             raise UsageError(problems)
@@ -119,7 +119,7 @@ def load_rows(
         return row_report.Table(find_builtin("labelled texts", dataset_name)(), row_report.Notes())
     options: dict[str, Any] = {"columns": columns, "needs_label": needs_label}
     if train_file:
-        files, keys = documents.find_files(train_file, documents.ROW_READERS)
+        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
         rows = documents.cache_rows(
             _read,
             FEATURES,
@@ -144,7 +144,7 @@ def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: b
     """
     for value, name in zip(values[:2], names[:2], strict=True):
         if name is not None:
-            documents.check_text(value, name)
+            row_files.check_text(value, name)
     label = _read_label(values[2], names[2])
     if needs_label and label is None:
         written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
@@ -159,7 +159,7 @@ def _read_label(value: Any, name: str | None) -> str | None:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     label = "" if value is None else str(value).strip()
-    if problem := documents.find_fault_of_text(label):
+    if problem := row_files.find_fault_of_text(label):
         raise UsageError(problem)
     return None if label in ("NA", "None") or label.lower() in MISSING else label
 
@@ -271,7 +271,7 @@ class LabelledTexts(TokenizedTexts):
                 )
             return lines
         counts = Counter(self.labels.tolist())
-        names = [f"{documents.shorten(self.classes[place])} ({counts[place]:,})" for place in sorted(counts)]
+        names = [f"{tables.shorten(self.classes[place])} ({counts[place]:,})" for place in sorted(counts)]
         more = f" and {len(names) - MAX_CLASSES:,} more" if len(names) > MAX_CLASSES else ""
         return [f"labels: {len(self.classes):,} classes: {', '.join(names[:MAX_CLASSES])}{more}"]
 
@@ -325,8 +325,8 @@ def build(
         UsageError: data or tokenizer that cannot be used, a single class, another number of classes than num_labels.
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
-    tables = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
-    rows, *others = row_report.take_good(tables, on_bad_row)
+    loaded = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
+    rows, *others = row_report.take_good(loaded, on_bad_row)
     num_rows = len(rows)
     if others:
         held_out = others[0]
@@ -348,9 +348,9 @@ def build(
     if not others:
         num_cut = [sum(num_cut)]
     files = recipe.train_file, recipe.validation_file
-    for table, name, cut, patterns in zip(tables, documents.name_tables(recipe), num_cut, files, strict=False):
-        notes = train.describe_labels(recipe.metrics) if table is tables[0] else []
-        notes += documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
+    for table, name, cut, patterns in zip(loaded, documents.name_tables(recipe), num_cut, files, strict=False):
+        notes = train.describe_labels(recipe.metrics) if table is loaded[0] else []
+        notes += row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
         num_held_out = num_rows - len(rows)  # none of separate ones
         train.row_reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
@@ -391,7 +391,7 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
         names = sorted(sorted(set(map(_write_whole, names))), key=int)
     if len(names) == 1:
         raise UsageError(
-            f"the training texts have a single label, {documents.list_names(names)}: nothing can be learned; check "
+            f"the training texts have a single label, {tables.list_names(names)}: nothing can be learned; check "
             "label_column and train_file"
         )
     fractions = [name for name in names if _is_number(name) and not _is_whole(name)]
@@ -401,20 +401,20 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     commas = [name for name in others if "," in name and NUMBER.fullmatch(name.replace(",", ".", 1))]
     if num_labels is None and commas and commas == others:
         raise UsageError(
-            f"labels of the training texts are numbers with a decimal comma ({documents.list_names(commas[:3])}): write a "
+            f"labels of the training texts are numbers with a decimal comma ({tables.list_names(commas[:3])}): write a "
             f"point, or set num_labels to {len(names)} if they are classes"
         )
     if num_labels is None and fractions and len(fractions) > len(others):
         raise UsageError(
-            f"labels of the training texts are numbers, not all of them whole ({documents.list_names(fractions[:3])}), but "
-            f"{documents.list_names(others)} is none. Mend it, or set num_labels to {len(names)} if they are classes"
+            f"labels of the training texts are numbers, not all of them whole ({tables.list_names(fractions[:3])}), but "
+            f"{tables.list_names(others)} is none. Mend it, or set num_labels to {len(names)} if they are classes"
         )
     if str(IGNORED) in names:
         raise UsageError(
             f"a label of the training texts is {IGNORED}, which stands for a missing one. Remove the rows, give them a class, "
             "or set num_labels to 1 if labels are numbers"
         )
-    class_names = ", ".join(map(documents.shorten, names[:10])) + (", ..." if len(names) > 10 else "")
+    class_names = ", ".join(map(tables.shorten, names[:10])) + (", ..." if len(names) > 10 else "")
     if num_labels is not None and len(names) != num_labels:
         raise UsageError(
             f"num_labels is {num_labels}, but the training texts have {len(names)} classes ({class_names}): set it to "
@@ -439,10 +439,10 @@ def _numbers(labels: Sequence[str | None], classes: list[str] | None, descriptio
             labels = [_write_whole(label) if label is not None and _is_whole(label) else label for label in labels]
         places = {name: place for place, name in enumerate(classes)} | {None: IGNORED}
         wrong = sorted(set(labels) - set(places))
-        rule = f"the training texts have no such class, only {documents.list_names(classes)}"
+        rule = f"the training texts have no such class, only {tables.list_names(classes)}"
         numbers = [places[label] for label in labels] if not wrong else []
     if wrong:
-        count, label_names = sum(label in set(wrong) for label in labels), documents.list_names(wrong)
+        count, label_names = sum(label in set(wrong) for label in labels), tables.list_names(wrong)
         raise UsageError(f"labels of {description}: {label_names} ({count} of {len(labels)} rows), but {rule}")
     return np.array(numbers, np.float64 if classes is None else np.int64)
 
@@ -497,7 +497,7 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
         UsageError: a fault that is not one row's.
     """
     for file in files:
-        yield from _read_source(documents.read_rows(file), columns, needs_label)
+        yield from _read_source(row_files.read_rows(file), columns, needs_label)
 
 
 def _read_dataset(

@@ -13,8 +13,9 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from samestep.data import row_images
-from samestep.data.documents import find_fault_of_text, list_names, shorten
+from samestep.data.row_files import find_fault_of_text
 from samestep.data.row_report import write_unused
+from samestep.data.tables import list_names, shorten
 from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.recipe.tasks.causal_lm_finetuning import COLUMNS, UNUSED
 

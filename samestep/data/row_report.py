@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.data.arrow import Dataset, datasets
+from samestep.data.tables import BadRow
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
@@ -26,10 +27,6 @@ MAX_UNUSED = 20  # columns in a report
 SKIPPED_FILE = "skipped_rows.jsonl"
 """File of the output folder that lists the rows which `--on_bad_row skip` left out."""
 VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*\b")  # in a reason: what differs between rows of one kind
-
-
-class BadRow(str):
-    """Says why a reader of files has no row here; it comes in the place of the row."""
 
 
 class Problem(NamedTuple):

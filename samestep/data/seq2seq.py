@@ -15,7 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from samestep.data import documents, row_report, speech
+from samestep.data import documents, row_files, row_report, speech
 from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.seq2seq_rows import Columns, load_rows
@@ -319,8 +319,8 @@ def build(
     """
     if is_builtin(recipe.dataset_name) and recipe.modality == "speech":
         return _draw_recordings(recipe, num_proc)
-    tables = _load_tables(recipe, num_proc)
-    rows, *others = row_report.take_good(tables, on_bad_row)
+    loaded = _load_tables(recipe, num_proc)
+    rows, *others = row_report.take_good(loaded, on_bad_row)
     num_rows = len(rows)
     if others:
         held_out = others[0]
@@ -338,9 +338,9 @@ def build(
 
     train, rest = make(rows, "training pairs"), make(held_out, "held-out pairs") if len(held_out) else None
     files = recipe.train_file, recipe.validation_file
-    for table, name, patterns in zip(tables, documents.name_tables(recipe), files, strict=False):
-        notes = documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
-        held = num_rows - len(rows) if table is tables[0] else 0
+    for table, name, patterns in zip(loaded, documents.name_tables(recipe), files, strict=False):
+        notes = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
+        held = num_rows - len(rows) if table is loaded[0] else 0
         train.row_reports.append(table.report(name, num_held_out=held, notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest

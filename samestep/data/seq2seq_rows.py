@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import documents, row_report
+from samestep.data import documents, row_files, row_report, tables
 from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
 from samestep.errors import UsageError, nearest
 
@@ -41,11 +41,11 @@ class Columns:
 
     def find(self, place: str, present: Sequence[str]) -> tuple[str, str]:
         """Find the columns of source and target. Raises UsageError, with the columns that are present."""
-        shown = documents.list_names(present)
+        shown = tables.list_names(present)
         if self.source is not None and self.target is not None:
             for field, name in (("source_column", self.source), ("target_column", self.target)):
                 if name not in present:
-                    hint = nearest(name, map(documents.shorten, present))
+                    hint = nearest(name, map(tables.shorten, present))
                     raise UsageError(f"{place} has no column {name!r}, only {shown}. Set {field}: {hint}")
             return self.source, self.target
         if any(name.startswith(TRANSLATION + ".") for name in present):
@@ -69,7 +69,7 @@ class Columns:
                 return f"{TRANSLATION}.{key}"
         names = [name for name in present if name.startswith(TRANSLATION + ".")]
         raise UsageError(
-            f"{place} has texts {documents.list_names(names)}, but {field} is {language or None}, which is none of them: set "
+            f"{place} has texts {tables.list_names(names)}, but {field} is {language or None}, which is none of them: set "
             "it, or name two of them with --source_column and --target_column"
         )
 
@@ -104,7 +104,7 @@ def load_rows(
     """
     options: dict[str, Any] = {"columns": columns}
     if train_file:
-        files, keys = documents.find_files(train_file, documents.ROW_READERS)
+        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
         key: Any = keys, options, hash_modules(__name__)
         workers = min(num_proc or 1, len(files))
         rows = documents.cache_rows(_read, FEATURES, key=key, num_proc=workers, files=files, **options)
@@ -118,7 +118,7 @@ def load_rows(
 
 def _read(files: Sequence[str], columns: Columns) -> Iterator[dict[str, Any]]:
     for file in files:
-        yield from _read_source(documents.read_rows(file), columns, Path(file).stem)
+        yield from _read_source(row_files.read_rows(file), columns, Path(file).stem)
 
 
 def _read_dataset(dataset: Dataset, columns: Columns, place: str) -> Iterator[dict[str, Any]]:
@@ -131,7 +131,7 @@ def _read_source(rows: Iterable[tuple[str, Any]], columns: Columns, origin: str 
     flat = ((place, flatten(values) if isinstance(values, Mapping) else values) for place, values in rows)
 
     def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        source, target = (documents.check_text(values[name], name) for name in names)
+        source, target = (row_files.check_text(values[name], name) for name in names)
         return {"source": source, "target": target, "origin": origin}
 
     yield from row_report.read_noted(flat, lambda place, present, _: columns.find(place, present), make, notes)

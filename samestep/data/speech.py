@@ -15,7 +15,7 @@ import torch
 from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import audio, documents, row_report
+from samestep.data import audio, documents, row_files, row_report, tables
 from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe import extras
@@ -59,7 +59,7 @@ def load_rows(
     options: dict[str, Any] = {"columns": columns, "max_seconds": max_seconds}
     modules = hash_modules(__name__, audio.__name__)
     if train_file:
-        files, keys = documents.find_files(train_file, documents.ROW_READERS)
+        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
         workers = min(num_proc or 1, len(files))
         rows = documents.cache_rows(
             _read, FEATURES, key=(keys, options, modules), num_proc=workers, files=files, **options
@@ -77,7 +77,7 @@ def load_rows(
 
 def _read(files: Sequence[str], **options: Any) -> Iterator[dict[str, Any]]:
     for file in files:
-        yield from _read_source(documents.read_rows(file), Path(file).stem, str(Path(file).parent), **options)
+        yield from _read_source(row_files.read_rows(file), Path(file).stem, str(Path(file).parent), **options)
 
 
 def _read_dataset(dataset: Dataset, place: str, **options: Any) -> Iterator[dict[str, Any]]:
@@ -95,10 +95,10 @@ def _read_source(
     notes = row_report.Notes()
 
     def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        text = documents.check_text(values[names[1]], names[1])
+        text = row_files.check_text(values[names[1]], names[1])
         path, data = audio.find_bytes(values[names[0]], names[0], folder)
         content = audio.read_file(str(path)) if data is None else data
-        name = f"{names[0]!r}" if path is None else f"{names[0]!r} {documents.shorten(path)}"
+        name = f"{names[0]!r}" if path is None else f"{names[0]!r} {tables.shorten(path)}"
         seconds = len(audio.decode(content, name)) / audio.RATE
         if seconds > max_seconds:
             raise UsageError(
@@ -114,7 +114,7 @@ def _read_source(
 
 def find_columns(columns: tuple[str | None, str | None], place: str, present: Sequence[str]) -> tuple[str, str]:
     """Find the columns of recordings and texts. Raises UsageError, with the columns that are present."""
-    shown, names = documents.list_names(present), []
+    shown, names = tables.list_names(present), []
     for field, given, usual in zip(("source_column", "target_column"), columns, (AUDIO, TEXTS), strict=True):
         name = given or next((name for name in usual if name in present), None)
         if name is None:
@@ -122,7 +122,7 @@ def find_columns(columns: tuple[str | None, str | None], place: str, present: Se
                 f"{place}: none of its columns {shown} is called {', '.join(usual)}: name it with --{field}"
             )
         if name not in present:
-            hint = nearest(name, map(documents.shorten, present))
+            hint = nearest(name, map(tables.shorten, present))
             raise UsageError(f"{place} has no column {name!r}, only {shown}. Set {field}: {hint}")
         names.append(name)
     return names[0], names[1]

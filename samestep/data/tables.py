@@ -15,7 +15,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep.data.row_report import BadRow
 from samestep.errors import UsageError
 from samestep.recipe.reading import open_without_waiting
 
@@ -27,6 +26,10 @@ DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 DOUBLE, SINGLE = '"', "'"
 ENCODINGS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """Byte order mark -> the encoding that it is of."""
+
+
+class BadRow(str):
+    """Says why a reader of files has no row here; it comes in the place of the row."""
 
 
 class Reading(NamedTuple):

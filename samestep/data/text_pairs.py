@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import documents, row_report
+from samestep.data import documents, row_files, row_report, tables
 from samestep.data.arrow import Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.tokenizer import (
@@ -70,7 +70,7 @@ class Columns:
 
     def find(self, place: str, present: Sequence[str]) -> tuple[str, ...]:
         """Find the columns of query, positive and negatives. Raises UsageError, with the columns that are present."""
-        names, query, positive = documents.list_names(present), self.query, self.positive
+        names, query, positive = tables.list_names(present), self.query, self.positive
         if query is None:
             query = next((name for name in PAIRS if name in present), None)
             others = [name for name in (PAIRS.get(query or ""), *FOUND) if name in present and name != query]
@@ -87,7 +87,7 @@ class Columns:
                     "--positive_column"
                 )
             elif name not in present:
-                hint = nearest(name, map(documents.shorten, present))
+                hint = nearest(name, map(tables.shorten, present))
                 problems.append(f"{place} has no column {name!r}, only {names}. Set {field}: {hint}")
         if self.has_negatives and not negatives:
             problems.append(
@@ -118,7 +118,7 @@ def load_rows(
         return row_report.Table(find_builtin("pairs of texts", str(dataset_name))(), row_report.Notes())
     options: dict[str, Any] = {"columns": columns}
     if train_file:
-        files, keys = documents.find_files(train_file, documents.ROW_READERS)
+        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
         key: Any = keys, options, hash_modules(__name__)
         workers = min(num_proc or 1, len(files))
         rows = documents.cache_rows(_read, FEATURES, key=key, num_proc=workers, files=files, **options)
@@ -132,7 +132,7 @@ def load_rows(
 
 def _read(files: Sequence[str], columns: Columns) -> Iterator[dict[str, Any]]:
     for file in files:
-        yield from _read_source(documents.read_rows(file), columns)
+        yield from _read_source(row_files.read_rows(file), columns)
 
 
 def _read_dataset(dataset: Dataset, columns: Columns, place: str) -> Iterator[dict[str, Any]]:
@@ -160,7 +160,7 @@ def _make_row(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 def _check_text(value: Any, name: str) -> str:
     if isinstance(value, list | tuple) and len(value) == 1:  # as many sets of passages have their only positive
         value = value[0]
-    return documents.check_text(value, name)
+    return row_files.check_text(value, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,8 +345,8 @@ def build(
         raise UsageError(
             f"num_negatives is {recipe.num_negatives}, but {recipe.dataset_name} has no negatives: set it to 0"
         )
-    tables = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
-    rows, *others = row_report.take_good(tables, on_bad_row)
+    loaded = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
+    rows, *others = row_report.take_good(loaded, on_bad_row)
     num_rows = len(rows)
     if others:
         held_out = others[0]
@@ -360,8 +360,8 @@ def build(
     train = TextPairs(rows, tokenizer, **settings, description="training texts")
     rest = TextPairs(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
     files = recipe.train_file, recipe.validation_file
-    for table, name, patterns in zip(tables, documents.name_tables(recipe), files, strict=False):
-        notes = documents.describe_sources(patterns, documents.ROW_READERS) if patterns else []
+    for table, name, patterns in zip(loaded, documents.name_tables(recipe), files, strict=False):
+        notes = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
         train.row_reports.append(table.report(name, num_held_out=num_rows - len(rows), notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest

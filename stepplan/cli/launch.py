@@ -14,6 +14,7 @@ from samestep.recipe.settings import program_name, setting
 from stepplan import engines
 from stepplan.hardware import NETWORK, Hardware, parse
 from stepplan.placement import Placement, TooLargeError, place, try_placement
+from stepplan.rows import count_rows
 from stepplan.workload import format_flags, from_command
 
 
@@ -39,7 +40,9 @@ def launch(argv: list[str]) -> None:
     engine, hardware_name = engines.parse_target(settings.on)
     if settings.submit and settings.write is None:
         raise UsageError("--submit needs --write FILE: the file that is handed over")
-    workload = from_command(recipe, source=words[0], changes=changes, num_train_samples=data.num_train_samples)
+    rows = count_rows(recipe) if data.num_train_samples is None else None
+    count = rows.num_samples if rows else data.num_train_samples
+    workload = from_command(recipe, source=words[0], changes=changes, num_train_samples=count)
     try:
         placement = place(workload, parse(hardware_name, settings.network))
     except TooLargeError as error:

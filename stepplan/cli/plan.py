@@ -35,6 +35,7 @@ from stepplan.image_text import read_sizes
 from stepplan.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
 from stepplan.page import page
 from stepplan.placement import Placement, TooLargeError, place
+from stepplan.rows import count_rows
 from stepplan.workload import KERNELS, Workload, find_model, format_flags, from_command, set_kernels
 
 STEPS = ("max_train_steps", "num_train_epochs")
@@ -111,7 +112,9 @@ def plan(argv: list[str]) -> None:
         recipe = pretrained_shape.load(name, changes)
     if settings.write_recipe is not None:
         write_recipe(settings.write_recipe, name, changes)
-    answer_recipe(name, recipe, changes, settings, data.num_train_samples, ["plan", *argv])
+    rows = count_rows(recipe) if data.num_train_samples is None else None
+    num_samples = rows.num_samples if rows else data.num_train_samples
+    answer_recipe(name, recipe, changes, settings, num_samples, ["plan", *argv], {"rows": rows and rows._asdict()})
 
 
 def answer_recipe(
@@ -156,7 +159,7 @@ def answer_recipe(
     subject: dict[str, Any] = {"recipe": recipe.name, "title": recipes.name_changed(recipe, changes)}
     subject |= {"description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
-    subject |= {"fingerprint": recipe.fingerprint}
+    subject |= {"fingerprint": recipe.fingerprint, "rows": None}
     scaled = recipe.scaled_hyperparameters()
     subject |= dataclasses.asdict(scaled) | dict(more_subject or {})
     if isinstance(recipe, TextPretraining) and recipe.optimizer_name == "muon":

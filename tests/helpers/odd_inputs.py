@@ -33,6 +33,7 @@ from samestep.data import (
     documents,
     images,
     labelled_texts,
+    row_files,
     row_report,
     template_process,
     tokenizer,
@@ -477,10 +478,10 @@ READERS: dict[str, tuple[str, tuple[str, ...] | Callable[[], object]]] = {
     "verified images": ("odd.json", _read_results),
     **{
         f"documents {kind}": (f"odd{kind}", functools.partial(_read_documents, f"odd{kind}"))
-        for kind in documents.READERS
+        for kind in row_files.READERS
     },
-    **{f"texts {kind}": (f"odd{kind}", functools.partial(_read_texts, f"odd{kind}")) for kind in documents.ROW_READERS},
-    **{f"rows {kind}": (f"odd{kind}", functools.partial(_read_rows, f"odd{kind}")) for kind in documents.ROW_READERS},
+    **{f"texts {kind}": (f"odd{kind}", functools.partial(_read_texts, f"odd{kind}")) for kind in row_files.ROW_READERS},
+    **{f"rows {kind}": (f"odd{kind}", functools.partial(_read_rows, f"odd{kind}")) for kind in row_files.ROW_READERS},
 }
 """What is read -> the file's name, and the words of a program, or a function."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from samestep.contrib.streaming.shards import BadRow, FileReader
 from samestep.contrib.streaming.sources import Streamed, build_held_out, find_entries, load_tokenizer, read_first
 from samestep.contrib.streaming.streams import Source
-from samestep.data import documents, labelled_texts, seq2seq, seq2seq_rows, text_pairs
+from samestep.data import labelled_texts, row_files, seq2seq, seq2seq_rows, tables, text_pairs
 from samestep.data.arrow import Dataset, hash_parts
 from samestep.data.labelled_texts import LabelledTexts, Text
 from samestep.data.tokenizer import fingerprint
@@ -117,7 +117,7 @@ class StreamedLabelledTexts(StreamedRows, LabelledTexts):
             if self.classes is None:
                 raise UsageError(f"label {row['label']!r} is no number") from None
             raise UsageError(
-                f"label {row['label']!r} is none of the classes {documents.list_names(self.classes)}: give a validation_file "
+                f"label {row['label']!r} is none of the classes {tables.list_names(self.classes)}: give a validation_file "
                 "that has all of them, or mend the row"
             ) from None
         return row
@@ -185,7 +185,7 @@ class StreamedPairs(StreamedRows, seq2seq.Pairs):
         def find(place: str, names: list[str]) -> tuple[str, str]:
             return columns.find(place, names)
 
-        keep = Keep(find, lambda row, names: [documents.check_text(row[name], name) for name in names])
+        keep = Keep(find, lambda row, names: [row_files.check_text(row[name], name) for name in names])
         self.open_rows(recipe, on_bad_row, lambda row: keep(seq2seq_rows.flatten(row)))
 
     def check_first(self, rows: list[Any]) -> None:

@@ -1,0 +1,66 @@
+"""Counts the rows of a recipe's files, so that a plan of one's own data knows how long an epoch is."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep.data import row_files
+from samestep.errors import UsageError
+from samestep.recipe.tasks.streamed import StreamedTexts
+
+MAX_BYTES = 2**27
+"""Bytes of text that are read to count rows: about a second. Files of Parquet say their number of rows."""
+
+
+class Rows(NamedTuple):
+    """Rows of the files of `train_file`.
+
+    Attributes:
+        files: what train_file names.
+        num_rows: rows that can be read; 0: they were not counted.
+        num_held_out: of these, rows that are evaluated and not trained on.
+        why: why they were not counted; None: they were.
+    """
+
+    files: tuple[str, ...]
+    num_rows: int = 0
+    num_held_out: int = 0
+    why: str | None = None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch, before a run leaves out those that its rules refuse; None: not counted."""
+        return self.num_rows - self.num_held_out or None
+
+
+def count_rows(recipe: Any, max_bytes: int = MAX_BYTES) -> Rows | None:
+    """Count the rows of local files of which each is a sample; None: the recipe reads others, or needs no number.
+
+    Args:
+        recipe: of any task.
+        max_bytes: bytes of text that are read, at most.
+    """
+    files = getattr(recipe, "train_file", None)
+    if not files or not isinstance(recipe, StreamedTexts) or recipe.streaming:
+        return None
+    try:
+        found, sizes = row_files.find_files(files, row_files.ROW_READERS)
+        text_bytes = sum(size for file, size, _ in sizes if not file.lower().endswith(".parquet"))
+        if text_bytes > max_bytes:
+            limit = f"plan reads up to {max_bytes / 1e9:.2g} GB to count them"
+            return Rows(files, why=f"its files have {text_bytes / 1e9:.2g} GB, and {limit}")
+        num_rows = sum(map(_count, found))
+    except UsageError as error:
+        return Rows(files, why=error.problems[0].rstrip("."))
+    num_held_out = 0
+    fraction = getattr(recipe, "validation_fraction", 0)
+    if fraction and getattr(recipe, "validation_file", None) is None:
+        num_held_out = max(2, round(num_rows * fraction))
+    if num_rows - num_held_out < 1:
+        return Rows(files, why=f"it holds {num_rows} rows, of which {num_held_out} are held out")
+    return Rows(files, num_rows, num_held_out)
+
+
+def _count(file: str) -> int:
+    if Path(file).suffix.lower() == ".parquet":
+        return row_files.count_parquet(file)
+    return sum(not isinstance(values, row_files.BadRow) for _, values in row_files.read_rows(file))
