@@ -44,6 +44,9 @@ class Interview:
     def __init__(self, is_wanted: bool):
         self.activations: list[probe.Activation] = []  # outputs of modules, since the last backward, as long as needed
         self.outputs: list[list[torch.Tensor]] = []  # of each outermost call
+        self.last_inside: list[
+            torch.Tensor
+        ] = []  # what the last module inside returned, of calls that return a loss alone
         self.is_asking, self.is_wanted, self.is_left_alone = False, is_wanted, False
         self.generator: torch.Tensor | None = None  # the generator's state after the last outermost call
         self.probes_left = MAX_PROBES if is_wanted and os.environ.get("RANK", "0") == "0" else 0
@@ -113,7 +116,9 @@ class Interview:
         if calls is None:
             return
         self.generator = torch.get_rng_state()
-        for tensor in tensors:
+        if not any(tensor.ndim for tensor in tensors):
+            self.last_inside += [tensor for *_, tensor in self.activations[-1:] if tensor.ndim > 1]
+        for tensor in (*tensors, *self.last_inside):
             if tensor.requires_grad:
                 tensor.retain_grad()
 
@@ -193,14 +198,16 @@ class Interview:
         module, args, kwargs = call
         num_rows = count_rows([call])
         used = {number for number, output in enumerate(outputs) if output.grad is not None and output.grad.any()}
-        counts_padding = num_rows > 1 and probe.ask_padding(unwrap(module), args, kwargs, outputs, num_rows)
-        for output in outputs:
+        inside = self.last_inside if not any(output.ndim for output in outputs) else []
+        counts_padding = num_rows > 1 and probe.ask_padding(unwrap(module), args, kwargs, [*outputs, *inside], num_rows)
+        for output in (*outputs, *inside):
             if not output.is_leaf:
                 output.grad = None
         facts, reason = probe.ask_model(unwrap(module), args, kwargs, used, num_rows)
         self.unasked = self.unasked or reason
         if counts_padding and not facts:
-            place = f"the loss, at padded positions of what {type(unwrap(module)).__name__} returns"
+            whose = "what the last module inside of {} returns" if inside else "what {} returns"
+            place = f"the loss, at padded positions of {whose.format(type(unwrap(module)).__name__)}"
             facts = [["padding", place]]
         return facts
 
@@ -216,6 +223,7 @@ class Interview:
         """Let go of the forward's outputs, after the backward."""
         self.activations.clear()
         self.outputs.clear()
+        self.last_inside.clear()
         self.modes_called.clear()
         self.has_talked = False
 
