@@ -44,9 +44,6 @@ class Interview:
     def __init__(self, is_wanted: bool):
         self.activations: list[probe.Activation] = []  # outputs of modules, since the last backward, as long as needed
         self.outputs: list[list[torch.Tensor]] = []  # of each outermost call
-        self.last_inside: list[
-            torch.Tensor
-        ] = []  # what the last module inside returned, of calls that return a loss alone
         self.is_asking, self.is_wanted, self.is_left_alone = False, is_wanted, False
         self.generator: torch.Tensor | None = None  # the generator's state after the last outermost call
         self.probes_left = MAX_PROBES if is_wanted and os.environ.get("RANK", "0") == "0" else 0
@@ -116,9 +113,9 @@ class Interview:
         if calls is None:
             return
         self.generator = torch.get_rng_state()
-        if not any(tensor.ndim for tensor in tensors):
-            self.last_inside += [tensor for *_, tensor in self.activations[-1:] if tensor.ndim > 1]
-        for tensor in (*tensors, *self.last_inside):
+        # Of a call that returns a loss alone, what the last module inside returned is asked about in its place
+        inside = [] if any(tensor.ndim for tensor in tensors) else [tensor for *_, tensor in self.activations[-1:]]
+        for tensor in (*tensors, *inside):
             if tensor.requires_grad:
                 tensor.retain_grad()
 
@@ -198,7 +195,8 @@ class Interview:
         module, args, kwargs = call
         num_rows = count_rows([call])
         used = {number for number, output in enumerate(outputs) if output.grad is not None and output.grad.any()}
-        inside = self.last_inside if not any(output.ndim for output in outputs) else []
+        inside = [tensor for *_, tensor in self.activations if tensor.retains_grad and tensor.ndim > 1]
+        inside = [] if any(output.ndim for output in outputs) else inside
         counts_padding = num_rows > 1 and probe.ask_padding(unwrap(module), args, kwargs, [*outputs, *inside], num_rows)
         for output in (*outputs, *inside):
             if not output.is_leaf:
@@ -223,7 +221,6 @@ class Interview:
         """Let go of the forward's outputs, after the backward."""
         self.activations.clear()
         self.outputs.clear()
-        self.last_inside.clear()
         self.modes_called.clear()
         self.has_talked = False
 
