@@ -26,8 +26,8 @@ class ChatSettings:
     """Choose what is asked, and how it is answered"""
 
     base: str | None = setting(
-        "the folder, or the name, of the model that an adapter is of; none: base/ in the adapter's folder or beside it, else what "
-        "adapter_config.json names",
+        "folder or name of the model that an adapter is of; none: base/ in its folder or beside it, else the name in "
+        "adapter_config.json",
         default=None,
     )
     once: str | None = setting("the only question; none: those that are typed, or the lines of stdin", default=None)

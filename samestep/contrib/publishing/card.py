@@ -178,7 +178,6 @@ def write(
         pictures: names of files beside the card.
         repo_id: repository on the hub, from which the model is loaded; None: the folder of the card, wherever it was copied to.
     """
-    recipe = training.recipe
     front = training.metadata("transformers" if "transformers" in usage else "pytorch")
     sources = _group_by_source(results)
     columns = [name for name in evaluations[-1] if "/" not in name] if evaluations else []
