@@ -14,7 +14,6 @@ runs those loops. Where a loop's packages are missing, its earlier row is kept.
 """
 
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -605,14 +604,12 @@ def markdown(results: dict) -> str:
 
 def main() -> None:
     parser = harness.flags("audited", __doc__, only=LOOPS)
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "audited.md", help="the page of them")
     parser.add_argument("--extra", action="store_true", help="only loops that need benchmarks/loops-requirements.txt")
     arguments = parser.parse_args()
     titles = [title for title in arguments.only if LOOPS[title].is_installed]
     if arguments.extra:
         titles = [title for title in titles if set(LOOPS[title].libraries) - set(PACKAGES)]
-    file = arguments.output.with_suffix(".json")
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    earlier = harness.read(arguments.output)
     is_whole = (len(arguments.only) == len(LOOPS) and not arguments.extra) or not earlier
     about = harness.about("make bench NAME=audited", PACKAGES)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent / "packages")  # of the server: plain.py
@@ -633,7 +630,8 @@ def main() -> None:
             rows = [row for row in rows if row["loop"] in LOOPS]
             results = {"about": about, "rows": rows, **others}
             harness.write(arguments.output, results, markdown(results), is_last=number == len(titles))
-            arguments.document.write_text(guide(results), encoding="utf-8")
+            if arguments.output.parent == harness.RESULTS:
+                (ROOT / "docs" / "audited.md").write_text(guide(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -314,19 +313,16 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget the results so far")
     arguments = parser.parse_args()
     load_scripts()
-    file = arguments.output.with_suffix(".json")
     results = {"runs": [], "sharded": [], "overhead": {}}
-    if file.exists() and not arguments.fresh:
-        results |= json.loads(file.read_text(encoding="utf-8"))
+    results |= {} if arguments.fresh else harness.read(arguments.output)
 
     def write() -> None:
         results["about"] = harness.about(
             "make chaos", ("torch", "accelerate", "transformers", "torchft"), 1, replicas=NUM_REPLICAS, steps=STEPS
         )
         results["problems"] = find_problems(results)
-        harness.write(arguments.output, results, markdown(results), is_last=False)
-        if arguments.output == harness.RESULTS / "fault_tolerance":
-            harness.write_part(ROOT / "docs" / "fault-tolerance.md", "fault-tolerance", part(results))
+        parts = {"fault-tolerance": ("fault-tolerance.md", part(results))}
+        harness.write(arguments.output, results, markdown(results), is_last=False, parts=parts)
 
     with harness.open_work_folder(arguments.work) as work:
         if "chaos" in arguments.only:

@@ -487,9 +487,8 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     arguments = harness.flags("language_models", __doc__).parse_args()
     results = measure()
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "language_models":
-        harness.write_part(harness.ROOT / "docs" / "planner.md", "language models", describe(results))
+    parts = {"language models": ("planner.md", describe(results))}
+    harness.write(arguments.output, results, markdown(results), parts=parts)
     for name, limit, parts in (("memory", 0.15, "items"), ("time", 0.25, "seconds")):
         rows = results[name]
         for source, (count, middle, worst) in summarize(rows).items():

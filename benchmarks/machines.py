@@ -395,9 +395,8 @@ def main() -> int:
         os.environ["HF_HOME"] = str(work / "cache")
         corpus = write_corpus(work)
         references = {mode: make_reference(work / mode, corpus, flags) for mode, flags in MODES.items()}
-        rows, file = [], arguments.output.with_suffix(".json")
-        if arguments.go_on and file.exists():
-            before = json.loads(file.read_text(encoding="utf-8"))
+        rows = []
+        if arguments.go_on and (before := harness.read(arguments.output)):
             if before["about"]["seed"] != arguments.seed:
                 sys.exit(f"the results are of seed {before['about']['seed']}: give --seed {before['about']['seed']}")
             rows = before["rows"]

@@ -22,12 +22,9 @@ import json
 import math
 import os
 import re
-import shutil
 import statistics
-import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -124,25 +121,9 @@ def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work
                 f"{name} starts from what {STARTS[name]} left in {start}: measure that first, --only {STARTS[name]}"
             )
         words += ["--model_name_or_path", str(start)]
-    words += ["--output_dir", str(folder)]
-    stamp = folder.with_suffix(".command")
-    command = " ".join(words[words.index("--recipe") :])
-    if not (stamp.exists() and stamp.read_text() == command and (folder / "all_results.json").exists()):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": str(threads)}
-        start = time.perf_counter()
-        ended = subprocess.run([*words, "--overwrite_output_dir"], env=environment, capture_output=True, text=True)
-        if ended.returncode:
-            sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-        stamp.write_text(command)
-        is_start = name in STARTS.values() and run == "safe"
-        weights = [] if is_start else ["model.safetensors", "best"]
-        for heavy in (*weights, *(path.name for path in folder.glob("checkpoint-*"))):
-            path = folder / heavy
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        print(f"{name}, {run}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    results = json.loads((folder / "all_results.json").read_text())
+    kept = ["model.safetensors", "best"] if name in STARTS.values() and run == "safe" else []
+    results = harness.train_once(words, folder, " ".join(words[words.index("--recipe") :]), threads, kept)
+    print(f"{name}, {run}: done", file=sys.stderr, flush=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     first = next(line for line in lines if "eval_loss" in line)
     return results | {"losses": [line["loss"] for line in lines if "loss" in line], "first": first}
@@ -219,11 +200,11 @@ def main() -> None:
         rows.sort(key=lambda row: list(RECIPES).index(row["recipe"]))
         results = {"about": about, "rows": rows}
         if any("about" not in other for other in rows):
-            results["about"] = json.loads(arguments.output.with_suffix(".json").read_text(encoding="utf-8"))["about"]
+            results["about"] = harness.read(arguments.output)["about"]
         if arguments.output == harness.RESULTS / "stability":
-            harness.write_part(harness.ROOT / "docs" / "first-runs.md", "stability", part(results))
             write_expectation(name, row, about)
-        harness.write(arguments.output, results, markdown(results), number == len(names))
+        parts = {"stability": ("first-runs.md", part(results))}
+        harness.write(arguments.output, results, markdown(results), number == len(names), parts)
 
 
 def readable(metric: str) -> str:
