@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import causal_models
 import harness
-import packages
+import plainly
 from forked import AUDITED, Server
+from plainly import TOLERANCE
 
 from stepaudit import audit_packing
 from stepaudit.causes import GUIDE, HARMLESS, KINDS
@@ -35,7 +36,6 @@ from stepaudit.judge import compare, find_faults
 from stepaudit.recording import Recording
 from stepaudit.script import BATCH, FOLDER, WINDOW, Variation, compare_resumed_runs
 
-TOLERANCE = 1e-5
 TIMEOUT = 300  # seconds for a run
 REFERENCE = (16, 1, 1)
 CUT, TWO_PROCESSES = (4, 4, 1), (8, 1, 2)  # b, k, N
@@ -325,7 +325,7 @@ def record_plainly(server: Server, program: list[str], layout: tuple[int, int, i
     variation = make_variation(layout)
     with tempfile.TemporaryDirectory(prefix="plain-") as folder:
         server.run([folder, *program, *variation.argv], variation.num_processes, TIMEOUT, module="plain")
-        return packages.load_plain(Path(folder), variation.num_processes)
+        return plainly.load_plain(Path(folder), variation.num_processes)
 
 
 def measure(server: Server, title: str) -> dict:
@@ -339,9 +339,11 @@ def measure(server: Server, title: str) -> dict:
         run = {"layout": "x".join(map(str, layout))}
         try:
             comparison = compare(
-                reference, recordings := server.record(program, make_variation(layout), timeout=TIMEOUT), TOLERANCE
+                reference,
+                recordings := server.record(program, make_variation(layout), timeout=TIMEOUT),
+                TOLERANCE,
             )
-            checked = packages.check(plain_reference, record_plainly(server, program, layout), comparison)
+            checked = plainly.check(plain_reference, record_plainly(server, program, layout), comparison)
         except RuntimeError as error:  # some loops refuse several processes
             runs.append(run | {"failure": str(error).splitlines()[-1].strip()})
             continue
@@ -588,7 +590,7 @@ def markdown(results: dict) -> str:
             )
             text = f"fails: {run['failure']}" if "failure" in run else findings or "exact"
             checked = run.get("check")
-            plain = packages.format_check(checked) if checked else "-"
+            plain = plainly.format_check(checked) if checked else "-"
             lines.append([row["loop"], f"`{row['command']}`", run["layout"], _errors(run), text, plain])
     columns = "loop | program | layout, b x k x N | error of the first / last step | found | plain computation"
     return harness.page(
