@@ -251,27 +251,29 @@ def run_script(
     words: list[str],
     models: Any = causal_lm,
     count: Callable[[Any, str], int] = count_supervised,
+    build: str = "build_model",
 ) -> None:
     """Run a script of this repository, or its bare step, until this process is ended.
 
     Args:
         program: ours or floor.
         words: the script and its flags.
-        models: module whose `build_model` builds its model.
+        models: module, or class, that builds its model.
         count: counts the targets of a step, see `ours.stamp`.
+        build: name of what builds it.
     """
     if program == "floor":
         floor.strip(clock, load(words[words.index("--recipe") + 1]), count=count)
     else:
         ours.stamp(clock, count)
-    build = models.build_model
+    build_model = getattr(models, build)
 
     def build_and_start(*arguments):
-        model = build(*arguments)
+        model = build_model(*arguments)
         memory.start()
         return model
 
-    models.build_model = build_and_start
+    setattr(models, build, build_and_start)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 
