@@ -395,6 +395,36 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     assert lines[5] == "NOT exact (tolerance 1e-05)"
 
 
+DIVIDED_TWICE = """
+accelerator = Accelerator(gradient_accumulation_steps=args.accum)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = criterion(model(x), y) / args.accum
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_faults_of_the_lines_are_said_beside_those_that_hide_them(capsys, run, tmp_path):
+    """A fault that the audit has named is not said twice."""
+    train, said = tmp_path / "train.py", []
+    texts = {"batch_norm": DIVIDED_TWICE, "accelerate_divided_twice": DIVIDED_TWICE, "not_divided_by_k": "pass"}
+    for name, text in texts.items():
+        train.write_text(text)
+        audit_script(
+            [*VARY, "--", str(train)],
+            run_program=lambda _, v, *__, name=name: run(name, *map(int, v.flags.values()), 2),
+        )
+        said.append(capsys.readouterr().out.splitlines())
+    *_, title, line, cure = said[0]
+    assert title == "The lines of the program show more, which was not measured by itself (lint):"
+    assert line.startswith(f"  {train}:6: SA102 the loss is divided by k here")
+    assert cure == "    do: divide once: leave the division out"
+    assert all(lines[-1].startswith("NOT exact (") for lines in said[1:])
+
+
 def test_the_command_for_machines(capsys, run):
     """And 0 for what is exact."""
     words = [*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]

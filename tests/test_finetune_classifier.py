@@ -61,6 +61,7 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
             "checkpoint-10",
             "config.json",
             "confusion.png",
+            "held_out.csv",
         ),
         *(
             "metrics.jsonl",
@@ -118,6 +119,23 @@ def test_texts_to_predict_are_labelled_at_the_end(finetune, learnable, tmp_path)
         shares = {f"is {name}": float(row[f"probability_is {name}"]) for name in ("red", "green", "blue")}
         assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
         assert shares[row["prediction"]] == float(row["probability"]) == max(shares.values())
+
+
+def test_rows_without_a_text_are_left_out_of_what_is_predicted_too(finetune, learnable, tmp_path, capsys):
+    """And held-out texts are judged in a table, the wrong ones first."""
+    (tmp_path / "new.jsonl").write_text('{"text": "the red"}\n{"text": ""}\n{"text": "green"}\n')
+    flags = f"{SMALL} --max_train_steps 2 --train_file {learnable} --predict_file {tmp_path}/new.jsonl"
+    with pytest.raises(UsageError, match=r"new.jsonl:2: 'text' is empty.*--on_bad_row skip leaves out this row of 3"):
+        finetune("refused", flags)
+    output_dir = finetune("run", f"{flags} --on_bad_row skip")
+    assert [row["text"] for row in csv.DictReader((output_dir / "predictions.csv").open())] == ["the red", "green"]
+    assert json.loads((output_dir / "skipped_rows.jsonl").read_text())["place"].endswith("new.jsonl:2")
+    assert "predict_file: 3 rows read, 2 used" in capsys.readouterr().out
+    judged = list(csv.DictReader((output_dir / "held_out.csv").open()))
+    is_wrong = [row["prediction"] != row["label"] for row in judged]
+    assert is_wrong == sorted(is_wrong, reverse=True)
+    assert any(is_wrong)
+    assert evaluations(output_dir)[-1]["eval_accuracy"] == pytest.approx(1 - np.mean(is_wrong))
 
 
 def test_numbers_are_learned_by_their_squared_error(finetune, tmp_path):

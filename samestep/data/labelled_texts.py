@@ -195,17 +195,18 @@ class LabelledTexts(TokenizedTexts):
         cut = f", {self.num_cut:,} cut off after {self.max_length}" if self.num_cut else ""
         return f"{len(self):,} texts of {kind} ({self.num_tokens:,} tokens{cut})"
 
-    def write(self, path: Path, logits: np.ndarray) -> None:
-        """Write a csv file of predictions in the order of the texts.
+    def write(self, path: Path, logits: np.ndarray, *, is_judged: bool = False) -> None:
+        """Write a csv file of predictions in the order of the texts, or judged: the worst ones first.
 
-        Its columns are `prediction` (a class, or a number), of classes `probability` (the predicted one's), `text`, of pairs
-        `pair`, and of classes `probability_CLASS` for each.
+        Its columns are `prediction` (a class, or a number), of classes `probability` (the predicted one's), judged `label`,
+        `text`, of pairs `pair`, and of classes `probability_CLASS` for each.
 
         Args:
             path: where the file goes.
             logits: floating [samples, classes]; [samples, 1] when labels are numbers.
+            is_judged: whether the texts have labels, which are written beside the predictions.
         """
-        names = ["text", "pair"] if self.rows[0]["pair"] is not None else ["text"]
+        names = [*["label"] * is_judged, *PARTS_OF_ROW[: 1 + (self.rows[0]["pair"] is not None)]]
         columns: dict[str, Iterable[Any]] = {name: self.rows[name] for name in names}
         if self.classes is None:
             columns = {"prediction": (f"{value:.6g}" for value in logits[:, 0])} | columns
@@ -217,12 +218,33 @@ class LabelledTexts(TokenizedTexts):
                 "probability": (f"{value:.6g}" for value in probabilities.max(-1)),
             }
             columns = chosen | columns
+            if is_judged:
+                columns["label"] = [self.classes[label] for label in self.labels]
             for name, values in zip(self.classes, probabilities.T, strict=True):
                 columns[f"probability_{name}"] = (f"{value:.6g}" for value in values)
+        lines = list(zip(*columns.values(), strict=True))
+        if is_judged:
+            lines = [lines[place] for place in self._sort_by_error(logits)]
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
+            writer.writerows(lines)
+
+    def _sort_by_error(self, logits: np.ndarray) -> np.ndarray:
+        """Sort the texts: of numbers the largest errors first; of classes the wrong ones, the surest first, then the others."""
+        if self.classes is None:
+            return np.argsort(-np.abs(logits[:, 0] - self.labels), kind="stable")
+        is_wrong = logits.argmax(-1) != self.labels
+        sureness = logits.max(-1) - np.logaddexp.reduce(logits, -1)  # log of the probability
+        return np.lexsort((np.where(is_wrong, -sureness, sureness), ~is_wrong))
+
+    def describe_baseline(self) -> list[str]:
+        """Say what these texts give a classifier that has learned nothing, in a line; of numbers nothing."""
+        if self.classes is None or not len(self.labels):
+            return []
+        place, count = Counter(self.labels.tolist()).most_common(1)[0]
+        name = tables.shorten(self.classes[place])
+        return [f"{name} for every held-out text would have an accuracy of {count / len(self.labels):.3f}"]
 
     def describe_labels(self, metrics: Sequence[str]) -> list[str]:
         """Say what the labels are taken for, and which of the metrics do not fit them, in lines."""
@@ -313,7 +335,15 @@ def build(
         num_cut = [sum(num_cut)]
     files = recipe.train_file, recipe.validation_file
     for table, name, cut, patterns in zip(loaded, documents.name_tables(recipe), num_cut, files, strict=False):
-        notes = train.describe_labels(recipe.metrics) if table is loaded[0] else []
+        notes = []
+        if table is loaded[0]:
+            notes = train.describe_labels(recipe.metrics)
+            notes += [] if rest is None else rest.describe_baseline()
+            notes += (
+                []
+                if is_builtin(recipe.dataset_name)
+                else row_report.describe_repeats(rows, held_out, PARTS_OF_ROW, "label")
+            )
         notes += row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
         num_held_out = num_rows - len(rows)  # none of separate ones
         train.row_reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=notes))
@@ -321,17 +351,22 @@ def build(
     return train, rest
 
 
-def from_files(files: Sequence[str], recipe: TextClassification, train: LabelledTexts) -> LabelledTexts:
+def from_files(
+    files: Sequence[str], recipe: TextClassification, train: LabelledTexts, on_bad_row: str = "refuse"
+) -> LabelledTexts:
     """Read texts to label, with or without labels of their own, in the same way as the training texts.
 
     Raises:
         UsageError: files that cannot be read.
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, None)
-    (rows,) = row_report.take_good([load_rows(train_file=files, columns=columns, needs_label=False)])
+    table = load_rows(train_file=files, columns=columns, needs_label=False)
+    (rows,) = row_report.take_good([table], on_bad_row)
     rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(rows.features)
     settings: dict[str, Any] = {"max_seq_length": train.max_length, "classes": train.classes}
-    return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
+    texts = LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
+    texts.row_reports = [table.report("predict_file", num_cut=texts.num_cut)]
+    return texts
 
 
 def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | None:

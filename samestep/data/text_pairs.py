@@ -331,6 +331,8 @@ def build(
     files = recipe.train_file, recipe.validation_file
     for table, name, patterns in zip(loaded, documents.name_tables(recipe), files, strict=False):
         notes = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
+        if table is loaded[0] and not is_builtin(recipe.dataset_name):
+            notes += row_report.describe_repeats(rows, held_out, ("query", "positive"))
         train.row_reports.append(table.report(name, num_held_out=num_rows - len(rows), notes=notes))
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
