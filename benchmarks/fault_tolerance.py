@@ -226,9 +226,9 @@ def compare(output_dir: Path, reference: Path) -> list[str]:
     return problems
 
 
-def in_a_process(call: Callable[[], object], log: Path, environment: dict[str, str] | None = None) -> None:
+def in_a_process(call: Callable[[], object], log: Path) -> None:
     """Call something in a process of its own; this one computes nothing, so that it can be forked."""
-    _, status = os.waitpid(fork(call, log, environment or {}), 0)
+    _, status = os.waitpid(fork(call, log, {}), 0)
     if status:
         raise RuntimeError(log.read_text(errors="replace")[-3000:])
 

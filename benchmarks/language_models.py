@@ -293,9 +293,9 @@ def summarize(rows: list[dict[str, Any]], key: str = "error") -> dict[str, tuple
     return {source: (len(values), statistics.median(values), max(values)) for source, values in errors.items()}
 
 
-def share_within(rows: list[dict[str, Any]], limit: float, key: str = "error") -> float:
+def share_within(rows: list[dict[str, Any]], limit: float) -> float:
     """Compute the share of rows whose error is at most `limit`."""
-    return statistics.mean(abs(row[key]) <= limit for row in rows if row[key] is not None)
+    return statistics.mean(abs(row["error"]) <= limit for row in rows if row["error"] is not None)
 
 
 def read_unfitted_gpts() -> list[dict[str, Any]]:

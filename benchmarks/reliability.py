@@ -262,11 +262,11 @@ class Victim:
         }
 
 
-def kills(server: Server, work: Path, corpus: Path, num_kills: int, rng: random.Random, kinds=KINDS) -> list[Victim]:
+def kills(server: Server, work: Path, corpus: Path, num_kills: int, rng: random.Random) -> list[Victim]:
     """Kill `num_kills` times, in turns over the kinds of run."""
     victims, references = [], {}
-    for place, kind in enumerate(kinds):
-        share = num_kills // len(kinds) + (place < num_kills % len(kinds))
+    for place, kind in enumerate(KINDS):
+        share = num_kills // len(KINDS) + (place < num_kills % len(KINDS))
         if share:
             alike = kind.program, kind.num_processes
             victim = Victim(server, kind, work, corpus, rng, references.get(alike))
