@@ -386,10 +386,31 @@ def load_tables(recipe: Any, load: Callable[..., row_report.Table], **options: A
     return loaded
 
 
-def name_tables(recipe: Any) -> tuple[str, str]:
-    """Name the two sources of `load_tables`, for reports on their rows."""
+def split_tables(recipe: Any, loaded: Sequence[row_report.Table], on_bad_row: str) -> tuple[Dataset, Dataset]:
+    """Take the rows of `load_tables` that can be used, and hold some out where no source of its own has these."""
+    rows, *others = row_report.take_good(loaded, on_bad_row)
+    return (rows, others[0]) if others else split_documents(rows, recipe.validation_fraction, recipe.seed)
+
+
+def report_tables(
+    recipe: Any, loaded: Sequence[row_report.Table], rows: Dataset, notes: Sequence[str], num_cut: Sequence[int] = ()
+) -> list[row_report.RowReport]:
+    """Report on the rows of each table of `load_tables`.
+
+    Args:
+        rows: to train on, of the first table.
+        notes: further lines on it.
+        num_cut: rows of each that lost their end.
+    """
     first = "train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"
-    return first, "validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"
+    names = first, "validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"
+    files = recipe.train_file, recipe.validation_file
+    reports, num_held_out = [], len(loaded[0].rows) - len(rows)  # none, where another source has them
+    for table, name, patterns, cut in zip(loaded, names, files, num_cut or (0, 0), strict=False):
+        own = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
+        own += notes if table is loaded[0] else []
+        reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=own))
+    return reports
 
 
 def _hub(name: str, config: str | None, text_column: str, num_proc: int | None) -> row_report.Table:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep.data import documents, row_files, row_report, tables
 from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
+from samestep.data.builtin import is_builtin
 from samestep.data.ragged import make_micro_batch
 from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError, nearest
@@ -312,12 +313,7 @@ def build(
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
     loaded = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
-    rows, *others = row_report.take_good(loaded, on_bad_row)
-    num_rows = len(rows)
-    if others:
-        held_out = others[0]
-    else:
-        rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+    rows, held_out = documents.split_tables(recipe, loaded, on_bad_row)
     classes = find_classes(_labels(rows), recipe.num_labels)
 
     def train_tokenizer() -> PreTrainedTokenizerBase:
@@ -331,22 +327,11 @@ def build(
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
     num_cut = [part.num_cut for part in (train, rest) if part is not None]
-    if not others:
-        num_cut = [sum(num_cut)]
-    files = recipe.train_file, recipe.validation_file
-    for table, name, cut, patterns in zip(loaded, documents.name_tables(recipe), num_cut, files, strict=False):
-        notes = []
-        if table is loaded[0]:
-            notes = train.describe_labels(recipe.metrics)
-            notes += [] if rest is None else rest.describe_baseline()
-            notes += (
-                []
-                if is_builtin(recipe.dataset_name)
-                else row_report.describe_repeats(rows, held_out, PARTS_OF_ROW, "label")
-            )
-        notes += row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
-        num_held_out = num_rows - len(rows)  # none of separate ones
-        train.row_reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=notes))
+    notes = [*train.describe_labels(recipe.metrics), *([] if rest is None else rest.describe_baseline())]
+    if not is_builtin(recipe.dataset_name):
+        notes += row_report.describe_repeats(rows, held_out, PARTS_OF_ROW, "label")
+    num_cut = num_cut if len(loaded) > 1 else [sum(num_cut)]
+    train.row_reports = documents.report_tables(recipe, loaded, rows, notes, num_cut)
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 

@@ -315,25 +315,18 @@ def build(
             f"num_negatives is {recipe.num_negatives}, but {recipe.dataset_name} has no negatives: set it to 0"
         )
     loaded = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
-    rows, *others = row_report.take_good(loaded, on_bad_row)
-    num_rows = len(rows)
-    if others:
-        held_out = others[0]
-    elif is_builtin(recipe.dataset_name) and recipe.validation_fraction:
-        rows, held_out = split_by_source(rows, recipe.validation_fraction)
+    if is_builtin(recipe.dataset_name) and recipe.validation_fraction and len(loaded) == 1:
+        rows, held_out = split_by_source(loaded[0].rows, recipe.validation_fraction)
     else:
-        rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+        rows, held_out = documents.split_tables(recipe, loaded, on_bad_row)
     tokenizer = _choose_tokenizer(recipe, rows)
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "num_negatives": recipe.num_negatives}
     settings |= {"prefixes": (recipe.query_prefix, recipe.document_prefix), "num_proc": num_proc}
     train = TextPairs(rows, tokenizer, **settings, description="training texts")
     rest = TextPairs(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
-    files = recipe.train_file, recipe.validation_file
-    for table, name, patterns in zip(loaded, documents.name_tables(recipe), files, strict=False):
-        notes = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
-        if table is loaded[0] and not is_builtin(recipe.dataset_name):
-            notes += row_report.describe_repeats(rows, held_out, ("query", "positive"))
-        train.row_reports.append(table.report(name, num_held_out=num_rows - len(rows), notes=notes))
+    is_own = not is_builtin(recipe.dataset_name)
+    notes = row_report.describe_repeats(rows, held_out, ("query", "positive")) if is_own else []
+    train.row_reports = documents.report_tables(recipe, loaded, rows, notes)
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 
