@@ -22,6 +22,7 @@ import json
 import math
 import os
 import re
+import runpy
 import statistics
 import sys
 import textwrap
@@ -30,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import torch
 
 from samestep.recipe.catalog import load
 from samestep.recipe.recipe import Recipe
+from samestep.training import launch
 
-FLIPPED = harness.ROOT / "benchmarks" / "flipped.py"
 PARTED = 0.01  # relative difference of a step's loss at which two curves have parted
 NUM_SEEDS, NUM_ROUNDINGS = 5, 7
 # Recipe -> script, and what is compared at the end: names in all_results.json.
@@ -101,6 +103,19 @@ def plan_runs(recipe: Recipe, precision: str = "bf16") -> dict[str, tuple[int, s
     return runs
 
 
+def run_flipped(script: str, *words: str) -> None:
+    """Train by a script from first weights of which every one differs in its last bit: by 1.2e-7 at most."""
+    prepare = launch.prepare
+
+    def prepare_flipped(accelerator, model, optimizer, *more):
+        for parameter in model.parameters():
+            parameter.data.view(torch.int32).bitwise_xor_(1)
+        return prepare(accelerator, model, optimizer, *more)
+
+    launch.prepare, sys.argv = prepare_flipped, [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
 def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work: Path, threads: int) -> dict[str, Any]:
     """Train to the end, unless that was done before.
 
@@ -110,9 +125,8 @@ def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work
     seed, precision, more, is_flipped = how
     folder = work / name / run.replace(", ", "-").replace(" ", "-")
     script = harness.ROOT / "scripts" / f"{RECIPES[name][0]}.py"
-    words = harness.launch(FLIPPED if is_flipped else script, precision, "cpu.yaml", "--quiet")
-    if is_flipped:
-        words.append(str(script))
+    words = harness.launch(__file__ if is_flipped else script, precision, "cpu.yaml", "--quiet")
+    words += ["--flipped", str(script)] if is_flipped else []
     words += ["--recipe", name, "--seed", str(seed), *more.split(), *FLAGS.get(name, "").split(), *flags.split()]
     if name in STARTS:
         start = work / STARTS[name] / "safe"
@@ -178,6 +192,9 @@ def summarize(row: dict[str, Any], metric: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--flipped"]:
+        run_flipped(*sys.argv[2:])
+        return
     parser = harness.flags("stability", __doc__, only=RECIPES)
     parser.add_argument("--flags", default="", help="changes of the recipes, as on a script's command line")
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "stability", help="folder of the runs")
