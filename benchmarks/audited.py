@@ -32,7 +32,7 @@ from plainly import TOLERANCE
 
 from stepaudit import audit_packing
 from stepaudit.causes import GUIDE, HARMLESS, KINDS
-from stepaudit.judge import compare, find_faults
+from stepaudit.judge import compare
 from stepaudit.recording import Recording
 from stepaudit.script import BATCH, FOLDER, WINDOW, Variation, compare_resumed_runs
 
@@ -360,7 +360,6 @@ def measure(server: Server, title: str) -> dict:
         "loop": title,
         "versions": {library: version(library) for library in loop.libraries},
         "command": " ".join([loop.program, *loop.words[1:]]),
-        "faults_of_the_reference": [dataclasses.asdict(finding) for finding in find_faults(reference)],
         "runs": runs,
         "seconds": harness.clock() - start,
     }

@@ -223,8 +223,7 @@ def measure(
     raced = race(titles, folder, begin, num_rounds, check=check)
     check_same(comparison, raced.stamps, expected, precision)
     row = {"workload": name, "precision": precision, "data": data, "rates": raced.rates, "memory": raced.memory}
-    row |= {"peaks": raced.peaks, "first_memory": raced.first_memory}
-    return row | {"first_losses": {title: raced.stamps[title][0].loss for title in titles}}
+    return row | {"peaks": raced.peaks, "first_memory": raced.first_memory}
 
 
 def parse(comparison: Comparison, description: str) -> argparse.Namespace:

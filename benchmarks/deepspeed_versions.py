@@ -114,7 +114,7 @@ def describe(comparison: Comparison) -> dict[str, Any]:
     findings = [
         {"cause": f.cause, "where": f.where, "evidence": f.evidence} for f in comparison.findings if not f.is_harmless
     ]
-    return {"is_exact": comparison.is_exact, "error": max(comparison.errors, default=0.0), "findings": findings}
+    return {"is_exact": comparison.is_exact, "findings": findings}
 
 
 def say_last(error: Exception) -> str:

@@ -200,13 +200,11 @@ def disturb(
     return {
         "kind": kind,
         "program": program,
-        "processes": num_processes,
         "happened": times if call is not nothing else num_late,
         "done_again": sum("done again" in event["event"] for event in events),
         "seconds_until_steps_go_on": [watch.seconds_until_steps_go_on(*moment) for moment in moments]
         if has_pause
         else [],
-        "at_the_end": len(digests),
         "seconds": harness.clock() - begin,
         "problems": problems,
     }

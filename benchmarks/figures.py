@@ -150,7 +150,7 @@ def main() -> None:
         for run in runs:
             run["losses"] = [round(loss, 8) for loss in run["losses"]]
             assert len(run["losses"]) == NUM_STEPS, (run["name"], len(run["losses"]))
-        results = {"about": about, "batch": BATCH, "runs": runs}
+        results = {"about": about, "runs": runs}
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "figures":
         for theme, path in PICTURES.items():

@@ -365,7 +365,6 @@ def run_once(work: Path, number: int, kind: str, mode: str, corpus: Path, refere
         row["step"] = cluster.step
         row["load"] = os.getloadavg()[0]
         row["seconds_to_next_step"] = strike(cluster, kind, rng)
-        row["next_step"] = cluster.step
         wait_for(lambda: all(machine.has_ended for machine in cluster.machines), PATIENCE, "the end of all machines")
         codes = [machine.process.returncode for machine in cluster.machines]
         if any(codes):

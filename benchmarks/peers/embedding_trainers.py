@@ -38,7 +38,7 @@ def prepare(folder: Path) -> dict[str, int | float]:
     rows, _ = text_pairs.load_rows(train_file=recipe.train_file)
     rows.select(numbers).select_columns(["query", "positive"]).save_to_disk(folder / ROWS)
     lengths = [len(tokens) for number in numbers for tokens in train.draw(0, number).tokens]
-    return {"pairs": len(numbers), "mean_length": sum(lengths) / len(lengths), "most": max(lengths)}
+    return {"mean_length": sum(lengths) / len(lengths), "most": max(lengths)}
 
 
 def train(folder: Path, clock: Clock, memory: Memory, size: int) -> None:
