@@ -28,7 +28,9 @@ def _leave_out_rest(step: Step) -> list[MicroStep]:
     window = get_window(step)
     rest = step.micro_steps[: -len(window)] if window else []
     is_earlier = all(m.epoch is not None and window[0].epoch is not None and m.epoch < window[0].epoch for m in rest)
-    is_trial = all(m.samples is m.digests is None for m in rest) and not any(m.samples is m.digests is None for m in window)
+    is_trial = all(m.samples is m.digests is None for m in rest) and not any(
+        m.samples is m.digests is None for m in window
+    )
     if rest and window and is_trial:
         return window
     # Where nothing was touched, the gradient of a micro-batch was 0

@@ -143,6 +143,13 @@ RULES = {
         HEAD,
         causes=("factor", "ignores_num_items"),
     ),
+    "SA602": Rule(
+        "compute_loss that ignores the count",
+        "this compute_loss does not use num_items_in_batch. Trainer leaves the division to it where the model takes **kwargs, as "
+        "most heads do. Gradient and logged loss are k times too large",
+        "exact(TrainerOfYours) of samestep; or a sum, divided by num_items_in_batch where it is given",
+        causes=("ignores_num_items",),
+    ),
     "SA701": Rule(
         "mean of batch means reported",
         "what is reported is a mean of the batches' means: another number for another batch size, unless all batches have "
