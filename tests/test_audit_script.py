@@ -603,3 +603,11 @@ def test_a_program_that_fails_or_takes_no_step(tmp_path):
     file.write_text("import signal; signal.pause()")
     with pytest.raises(UsageError, match="took longer than 1 seconds"):
         record([str(file)], Variation({}, 1), 1, timeout=1)
+
+
+@pytest.mark.distributed
+def test_a_forked_program_that_fails_is_named(server, tmp_path):
+    """As all tests see it that run one through a fork server."""
+    (tmp_path / "program.py").write_text("raise KeyError('x')")
+    with pytest.raises(RuntimeError, match="process 0 of 1 ended with 1:\n(.|\n)*KeyError: 'x'"):
+        server.record([str(tmp_path / "program.py")], Variation({}, 1))
