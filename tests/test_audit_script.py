@@ -606,8 +606,7 @@ def test_a_program_that_fails_or_takes_no_step(tmp_path):
 
 
 @pytest.mark.distributed
-def test_a_forked_program_that_fails_is_named(server, tmp_path):
-    """As all tests see it that run one through a fork server."""
-    (tmp_path / "program.py").write_text("raise KeyError('x')")
-    with pytest.raises(RuntimeError, match="process 0 of 1 ended with 1:\n(.|\n)*KeyError: 'x'"):
-        server.record([str(tmp_path / "program.py")], Variation({}, 1))
+def test_a_forked_call_that_fails_is_named(server, tmp_path):
+    """As all tests see it that run something through a fork server."""
+    with pytest.raises(RuntimeError, match=r"process 0 of 1 ended with 1:\n(.|\n)*TypeError: main\(\)"):
+        server.run([str(tmp_path), "a", "word", "too", "many"], 1, module="run_wide")
