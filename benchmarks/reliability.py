@@ -227,10 +227,7 @@ class Victim:
         problems = differences(output_dir, self.reference)
         if newest < step:
             problems.append(f"the newest checkpoint is of step {newest}, and was of step {step} before")
-        num_damaged = len(checkpoint.checkpoints(output_dir)) - len(whole)
-        self.kills.append(
-            kill | {"was_saving": was_saving, "accepted": len(whole), "damaged": num_damaged, "step": newest}
-        )
+        self.kills.append(kill | {"was_saving": was_saving, "accepted": len(whole), "step": newest})
         self._note(problems, f"kill {len(self.kills)} ({kill})")
         return newest
 

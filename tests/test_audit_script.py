@@ -603,3 +603,10 @@ def test_a_program_that_fails_or_takes_no_step(tmp_path):
     file.write_text("import signal; signal.pause()")
     with pytest.raises(UsageError, match="took longer than 1 seconds"):
         record([str(file)], Variation({}, 1), 1, timeout=1)
+
+
+@pytest.mark.distributed
+def test_a_forked_call_that_fails_is_named(server, tmp_path):
+    """As all tests see it that run something through a fork server."""
+    with pytest.raises(RuntimeError, match=r"process 0 of 1 ended with 1:\n(.|\n)*TypeError: main\(\)"):
+        server.run([str(tmp_path), "a", "word", "too", "many"], 1, module="run_wide")

@@ -196,6 +196,29 @@ def test_what_is_written_is_read(tmp_path, capsys):
     assert document.read_text() == "before\n<!-- x y: begin -->\nnew\n<!-- x y: end -->\nafter\n"
 
 
+def test_parts_of_documents_are_written_where_results_are_kept(tmp_path, capsys):
+    parts = {"muon": ("optimizers.md", "new\n")}
+    harness.write(tmp_path / "muon", {"rows": []}, parts=parts)
+    assert harness.read(tmp_path / "muon") == {"rows": []}
+    assert (capsys.readouterr().out, list(tmp_path.glob("*.md"))) == ("new\n\n", [])
+    assert read_part(ROOT / "docs" / "optimizers.md", "muon") != "new\n"
+
+
+def test_a_training_is_made_once_and_its_weights_are_left_out(tmp_path):
+    """Until it depends on something else; a program that fails is named."""
+    write = "import json, pathlib, sys; f = pathlib.Path(sys.argv[-1]); (f / 'checkpoint-3').mkdir(parents=True)"
+    write += (
+        "; n = f.parent / 'n'; n.open('a').write('x'); (f / 'a.safetensors').touch(); (f / 'b.safetensors').touch()"
+    )
+    write += "; (f / 'all_results.json').write_text(json.dumps({'times': len(n.read_text())}))"
+    words = [sys.executable, "-c", write]
+    made = [harness.train_once(words, tmp_path / "run", text, 1, ["b.safetensors"]) for text in ("a", "a", "b")]
+    assert [results["times"] for results in made] == [1, 1, 2]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["all_results.json", "b.safetensors"]
+    with pytest.raises(SystemExit, match="failed:\nno such recipe"):
+        harness.run([sys.executable, "-c", "import sys; sys.exit('no such recipe')"])
+
+
 def test_programs_run_only_in_their_turns(tmp_path, monkeypatch):
     """By a clock that shows how many turns have begun or ended. In each a program writes, the others are stopped."""
     moments, seen = itertools.count(), []
