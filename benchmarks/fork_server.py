@@ -42,7 +42,9 @@ class Server:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "-1,-1",  # as in 2xcpu.yaml
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(ROOT / "tests" / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             "PYTHONWARNINGS": "ignore",
         }
         self.process = subprocess.Popen(
