@@ -425,9 +425,8 @@ def markdown(results: dict) -> str:
 def main() -> None:
     arguments = harness.flags("timing", __doc__).parse_args()
     results = measure(read())
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "timing":
-        harness.write_part(harness.ROOT / "docs" / "planner.md", "time", describe(results))
+    parts = {"time": ("planner.md", describe(results))}
+    harness.write(arguments.output, results, markdown(results), parts=parts)
     for source, (count, middle, worst) in summarize(results["rows"], "without_source").items():
         print(f"{source:16} {count:3} rows, without it: median {middle:.1%}, worst {worst:.1%}")
     for term, share, error in term_shares(results["rows"], "seconds"):

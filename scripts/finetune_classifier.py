@@ -22,7 +22,7 @@ from samestep.data import labelled_texts
 from samestep.errors import exit_code
 from samestep.models.text_classification import ClassificationSums
 from samestep.training import evaluation, plots
-from samestep.training.run import Run
+from samestep.training.run import Run, report_more
 
 USAGE = """\
 from transformers import pipeline
@@ -38,7 +38,10 @@ def main(argv: list[str]) -> int:
     evaluation.check_metrics(recipe.metrics, metric, settings.trust_metric_code)
     # The model returns the summed loss: means of micro-batches must not be added up
     train, held_out = run.load_data(labelled_texts.build, settings.on_bad_row)
-    new_texts = labelled_texts.from_files(settings.predict_file, recipe, train) if settings.predict_file else None
+    new_texts = None
+    if settings.predict_file:
+        new_texts = labelled_texts.from_files(settings.predict_file, recipe, train, settings.on_bad_row)
+        report_more(run, new_texts)
     model, optimizer = run.prepare(ClassificationSums, train)
 
     def evaluate() -> bool:
@@ -82,9 +85,12 @@ def main(argv: list[str]) -> int:
             trained_model.bert.load_state_dict(load_file(run.output_dir / "best" / "model.safetensors"))
         trained_model.bert.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
-        if held_out is not None and train.classes is not None:
-            counts = evaluation.count_confusions(held_out, evaluation.classify(trained_model, held_out, batch_size))
-            plots.draw_confusion(counts, train.classes).savefig(run.output_dir / "confusion.png")
+        if held_out is not None:
+            logits = evaluation.classify(trained_model, held_out, batch_size)
+            held_out.write(run.output_dir / "held_out.csv", logits, is_judged=True)
+            if train.classes is not None:
+                counts = evaluation.count_confusions(held_out, logits)
+                plots.draw_confusion(counts, train.classes).savefig(run.output_dir / "confusion.png")
         if new_texts is not None:
             logits = evaluation.classify(trained_model, new_texts, batch_size)
             new_texts.write(run.output_dir / "predictions.csv", logits)

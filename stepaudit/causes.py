@@ -109,7 +109,8 @@ KINDS = {
     "factor": Cause(
         "the gradient is too large or too small by a factor",
         "divide a sum by the count of the whole step, a mean by k, and once (accelerator.backward divides by k, too). Times N "
-        "under DDP, which averages over the processes",
+        "under DDP, which averages over the processes. A compute_loss of Trainer divides a sum by num_items_in_batch"
+        + TRAINER,
     ),
     "tail": Cause(
         "a window that is not full is divided by the k of a full one",
@@ -150,7 +151,8 @@ KINDS = {
     ),
     "batch_size": Cause(
         "a step has another number of samples than the reference's",
-        "is a flag per process? Name it: --per_process FLAG. Else let the script divide the global batch by k * N",
+        "give all layouts one number of samples, batch x k x N. Is a flag per process? Name it: --per_process FLAG. Else let "
+        "the script divide the global batch by k * N",
     ),
     "changed_between": Cause(
         "the gradient is changed before it is complete (clipped or decayed per micro-batch, or before the reduction?)",

@@ -113,7 +113,9 @@ class Interview:
         if calls is None:
             return
         self.generator = torch.get_rng_state()
-        for tensor in tensors:
+        # Of a call that returns a loss alone, what the last module inside returned is asked about in its place
+        inside = [] if any(tensor.ndim for tensor in tensors) else [tensor for *_, tensor in self.activations[-1:]]
+        for tensor in (*tensors, *inside):
             if tensor.requires_grad:
                 tensor.retain_grad()
 
@@ -193,14 +195,17 @@ class Interview:
         module, args, kwargs = call
         num_rows = count_rows([call])
         used = {number for number, output in enumerate(outputs) if output.grad is not None and output.grad.any()}
-        counts_padding = num_rows > 1 and probe.ask_padding(unwrap(module), args, kwargs, outputs, num_rows)
-        for output in outputs:
+        inside = [tensor for *_, tensor in self.activations if tensor.retains_grad and tensor.ndim > 1]
+        inside = [] if any(output.ndim for output in outputs) else inside
+        counts_padding = num_rows > 1 and probe.ask_padding(unwrap(module), args, kwargs, [*outputs, *inside], num_rows)
+        for output in (*outputs, *inside):
             if not output.is_leaf:
                 output.grad = None
         facts, reason = probe.ask_model(unwrap(module), args, kwargs, used, num_rows)
         self.unasked = self.unasked or reason
         if counts_padding and not facts:
-            place = f"the loss, at padded positions of what {type(unwrap(module)).__name__} returns"
+            whose = "what the last module inside of {} returns" if inside else "what {} returns"
+            place = f"the loss, at padded positions of {whose.format(type(unwrap(module)).__name__)}"
             facts = [["padding", place]]
         return facts
 

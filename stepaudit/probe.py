@@ -544,7 +544,8 @@ class _RowSelection:
         rows = [leaf for leaf in leaves if len(leaf) == self.num_rows and leaf.shape[1] > 1 and not leaf.is_complex()]
         whole = [leaf for leaf in rows if leaf.ndim == 2 and not leaf.is_floating_point()]
         masks = [leaf.bool() for leaf in whole if leaf.max() == 1 and leaf.min() == 0]
-        for is_real in [*masks, *(leaf != pad_id for leaf in whole if leaf.max() > 1)]:
+        tokens = [leaf for leaf in whole if leaf.max() > 1 and leaf.min() >= 0]  # labels of -100 are none
+        for is_real in [*masks, *(leaf != pad_id for leaf in tokens)]:
             yield from _find_padding(is_real, 1, True)
         for leaf in (leaf for leaf in rows if leaf.ndim > 2 and leaf.is_floating_point() and cuts_numbers):
             for dimension in range(1, leaf.ndim):

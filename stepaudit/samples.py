@@ -196,11 +196,28 @@ def compare_sizes(reference: Processes, other: Processes, t: int) -> str | None:
     pair, unit = (sizes, "samples") if is_by_rows else (numbers, "numbers")
     count = _count_samples if is_by_rows else _count_numbers
     first_pair = [count(layout, 0) for layout in (reference, other)]
-    if not all(pair) or not all(first_pair) or max(pair) % min(pair):
+    if not all(pair) or not all(first_pair):
         return None
+    if max(pair) % min(pair):
+        return f"{pair[1]} {unit}, {pair[0]} in the reference" if is_by_rows and _have_sizes(reference, other) else None
     # A partial window, or one that is cut off, is no other batch size: the first step tells that.
     is_everywhere = first_pair[0] * pair[1] == first_pair[1] * pair[0]
     return f"{pair[1]} {unit}, {pair[0]} in the reference" if is_everywhere else None
+
+
+def _have_sizes(reference: Processes, other: Processes) -> bool:
+    """Tell whether the steps of two layouts cut one order of samples into windows of two sizes, by their first two steps.
+
+    Samples that are lost, or come twice, leave the steps behind them as they are. Of another size, the second step begins
+    elsewhere: the larger first step has the first samples of the other layout's second one.
+    """
+    tallies = [[_tally_samples(layout, t, "digests") for t in (0, 1)] for layout in (reference, other)]
+    if any(tally is None for pair in tallies for tally in pair):
+        return False
+    (first, second), (larger, next_one) = sorted(tallies, key=lambda pair: pair[0].total())
+    sizes = [[tally.total() for tally in pair] for pair in tallies]
+    more = larger - first
+    return all(a >= b for a, b in sizes) and not first - larger and more <= second and not more & next_one
 
 
 def _count_numbers(processes: Processes, t: int) -> int:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stepaudit.decisions import judge
 from stepaudit.errors import UsageError, nearest
 from stepaudit.judge import Comparison, find_faults
 from stepaudit.launchers import read_launcher
+from stepaudit.lint.reading import lint_file
 from stepaudit.mesh import VARIABLE, count_data_parts, count_processes, read_mesh
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
@@ -457,9 +458,32 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
         print(fold_notes(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
         verdict = "exact" if is_exact else "exact, but for what failed" if is_right else "NOT exact"
         print(f"{verdict} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
+        if not is_right:
+            findings = [
+                *reference_findings,
+                *(finding for comparison in comparisons for finding in comparison.findings),
+            ]
+            print(
+                "".join(f"{line}\n" for line in _read_lines(program[0], {finding.cause for finding in findings})),
+                end="",
+            )
     if failures:  # what was compared is said before
         raise UsageError(problem for failure in failures for problem in failure.problems)
     return 0 if is_exact else 1
+
+
+def _read_lines(program: str, causes: set[str]) -> Iterator[str]:
+    """Say what the lines of the program show beside these causes: one fault may hide another until it is mended."""
+    try:
+        found = lint_file(Path(program), "", "")
+    except UsageError:  # a file that is too large for the lint
+        return
+    faults = [fault for fault in found if not fault.is_harmless and not causes & {*fault.rule.causes}]
+    if faults:
+        yield "The lines of the program show more, which was not measured by itself (lint):"
+    for fault in faults:
+        yield f"  {fault.path}:{fault.line}: {fault.code} {fault.message}"
+        yield f"    do: {fault.rule.cure}"
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
@@ -611,12 +635,16 @@ def _list_uncompared(comparisons: list[Comparison]) -> str:
 
     >>> _list_uncompared([Comparison([0.0, float("nan")], [], [], [], [], "", 0.0, [], num_unfinished=3)])
     '; 1 step with other samples is not compared; 3 micro-batches are in no step'
+    >>> _list_uncompared([Comparison([float("nan")], [], [], [], [], "", 0.0, [])])
+    '; 1 step with other samples is not compared, so that no other fault can be seen yet: mend this one, and audit again'
     """
     others = max((sum(math.isnan(error) for error in comparison.errors) for comparison in comparisons), default=0)
     unfinished = max((comparison.num_unfinished for comparison in comparisons), default=0)
     texts = [f"; {others} step{'s' * (others > 1)} with other samples {'are' if others > 1 else 'is'} not compared"] * (
         others > 0
     )
+    if any(comparison.errors and all(map(math.isnan, comparison.errors)) for comparison in comparisons):
+        texts.append(", so that no other fault can be seen yet: mend this one, and audit again")
     texts += [f"; {unfinished} micro-batch{'es are' if unfinished > 1 else ' is'} in no step"] * (unfinished > 0)
     return "".join(texts)
 

@@ -18,7 +18,8 @@ def is_causal(recording: Recording) -> bool:
 def list_micro_steps(processes: Processes, t: int) -> list[MicroStep]:
     """List the micro-batches of step t + 1 on all processes.
 
-    The rest of the epoch before, whose gradient the program has thrown away, is of no step.
+    What the program has computed and thrown away is of no step: the rest of the epoch before, and rows that come from no
+    loader, with which it tries its model.
     """
     return [m for process in processes if t < len(process.steps) for m in _leave_out_rest(process.steps[t])]
 
@@ -27,6 +28,11 @@ def _leave_out_rest(step: Step) -> list[MicroStep]:
     window = get_window(step)
     rest = step.micro_steps[: -len(window)] if window else []
     is_earlier = all(m.epoch is not None and window[0].epoch is not None and m.epoch < window[0].epoch for m in rest)
+    is_trial = all(m.samples is m.digests is None for m in rest) and not any(
+        m.samples is m.digests is None for m in window
+    )
+    if rest and window and is_trial:
+        return window
     # Where nothing was touched, the gradient of a micro-batch was 0
     return window if is_earlier and window and window[0].is_touched else step.micro_steps
 

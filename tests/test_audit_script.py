@@ -395,6 +395,69 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     assert lines[5] == "NOT exact (tolerance 1e-05)"
 
 
+DIVIDED_TWICE = """
+accelerator = Accelerator(gradient_accumulation_steps=args.accum)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = criterion(model(x), y) / args.accum
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_faults_of_the_lines_are_said_beside_those_that_hide_them(capsys, run, tmp_path):
+    """A fault that the audit has named is not said twice."""
+    train, said = tmp_path / "train.py", []
+    texts = {"batch_norm": DIVIDED_TWICE, "accelerate_divided_twice": DIVIDED_TWICE, "not_divided_by_k": "pass"}
+    for name, text in texts.items():
+        train.write_text(text)
+        audit_script(
+            [*VARY, "--", str(train)],
+            run_program=lambda _, v, *__, name=name: run(name, *map(int, v.flags.values()), 2),
+        )
+        said.append(capsys.readouterr().out.splitlines())
+    *_, title, line, cure = said[0]
+    assert title == "The lines of the program show more, which was not measured by itself (lint):"
+    assert line.startswith(f"  {train}:6: SA102 the loss is divided by k here")
+    assert cure == "    do: divide once: leave the division out"
+    assert all(lines[-1].startswith("NOT exact (") for lines in said[1:])
+
+
+TRIED = """
+from itertools import islice
+import torch
+from common_models import flags, vectors
+from torch.utils.data import DataLoader
+
+b, k = flags()
+torch.manual_seed(0)
+model = torch.nn.Linear(12, 5).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):  # does it run at all?
+    model(torch.ones(2, 12, dtype=torch.float64)).sum().backward()
+optimizer.zero_grad()
+batches = iter(DataLoader(vectors(77), batch_size=b))
+while window := list(islice(batches, k)):
+    for x, y in window:
+        (torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / 16).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("b", "k"), [(3, 6), (5, 3)])
+def test_another_number_of_samples_is_named_and_nothing_else(run, tmp_path, b, k):
+    """Steps of 18 or 15 samples, where the reference has 16; also of a program that tries its model before it trains."""
+    (tmp_path / "tried.py").write_text(TRIED)
+    for name in ("groupnorm", tmp_path / "tried.py"):
+        comparison = compare(run(name, 16, 1), run(name, b, k), corpus.TOLERANCE)
+        assert [finding.cause for finding in comparison.findings] == ["batch_size"], name
+        assert comparison.findings[0].evidence == f"{b * k} samples, 16 in the reference"
+        assert compare(run(name, 16, 1), run(name, 8, 2), corpus.TOLERANCE).is_exact
+
+
 def test_the_command_for_machines(capsys, run):
     """And 0 for what is exact."""
     words = [*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]

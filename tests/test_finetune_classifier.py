@@ -61,6 +61,7 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
             "checkpoint-10",
             "config.json",
             "confusion.png",
+            "held_out.csv",
         ),
         *(
             "metrics.jsonl",
@@ -118,6 +119,23 @@ def test_texts_to_predict_are_labelled_at_the_end(finetune, learnable, tmp_path)
         shares = {f"is {name}": float(row[f"probability_is {name}"]) for name in ("red", "green", "blue")}
         assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
         assert shares[row["prediction"]] == float(row["probability"]) == max(shares.values())
+
+
+def test_rows_without_a_text_are_left_out_of_what_is_predicted_too(finetune, learnable, tmp_path, capsys):
+    """And held-out texts are judged in a table, the wrong ones first."""
+    (tmp_path / "new.jsonl").write_text('{"text": "the red"}\n{"text": ""}\n{"text": "green"}\n')
+    flags = f"{SMALL} --max_train_steps 2 --train_file {learnable} --predict_file {tmp_path}/new.jsonl"
+    with pytest.raises(UsageError, match=r"new.jsonl:2: 'text' is empty.*--on_bad_row skip leaves out this row of 3"):
+        finetune("refused", flags)
+    output_dir = finetune("run", f"{flags} --on_bad_row skip")
+    assert [row["text"] for row in csv.DictReader((output_dir / "predictions.csv").open())] == ["the red", "green"]
+    assert json.loads((output_dir / "skipped_rows.jsonl").read_text())["place"].endswith("new.jsonl:2")
+    assert "predict_file: 3 rows read, 2 used" in capsys.readouterr().out
+    judged = list(csv.DictReader((output_dir / "held_out.csv").open()))
+    is_wrong = [row["prediction"] != row["label"] for row in judged]
+    assert is_wrong == sorted(is_wrong, reverse=True)
+    assert any(is_wrong)
+    assert evaluations(output_dir)[-1]["eval_accuracy"] == pytest.approx(1 - np.mean(is_wrong))
 
 
 def test_numbers_are_learned_by_their_squared_error(finetune, tmp_path):
@@ -224,7 +242,7 @@ def test_it_ends_when_evaluations_grow_no_better(finetune, capsys):
     assert len(metrics(output_dir)) == 4, "it is over"
 
 
-def test_the_best_model_is_left_when_asked_for(finetune, learnable):
+def test_the_best_model_is_left_when_asked_for(finetune, learnable, capsys):
     """It learns, then a schedule that goes on far too fast spoils it: the last model is not the best."""
     flags = f"--global_batch_size 16 --train_file {learnable} --max_train_steps 40 --eval_steps 5 --warmup_ratio 0.9 "
     flags += "--learning_rate 0.1 --max_grad_norm none --metric_for_best_model loss"
@@ -233,6 +251,7 @@ def test_the_best_model_is_left_when_asked_for(finetune, learnable):
     assert num_worse > 0
     results = json.loads((best / "all_results.json").read_text())
     assert results["best_step"] == step
+    assert f"(of step {step}, the saved model's; from " in capsys.readouterr().out
     lines = {line["step"]: line for line in evaluations(best)}
     assert results["eval_loss"] == lines[step]["eval_loss"]
     tensors = {folder: load_file(folder / "model.safetensors") for folder in (last, last / "best", best)}

@@ -17,7 +17,7 @@ from waiting import until
 from samestep.recipe.catalog import load
 
 harness = load_benchmark("harness")
-RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
+RESULTS, PAGES = (sorted(path.stem for path in harness.RESULTS.glob(f"*.{end}")) for end in ("json", "md"))
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
@@ -56,7 +56,12 @@ def read_part(document: Path, name: str) -> str:
     return text.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->\n")[0]
 
 
-@pytest.mark.parametrize("name", RESULTS)
+def test_all_results_are_shown():
+    assert set(RESULTS) == set(PAGES) | {name for _, name, _ in PARTS.values()}
+    assert set(PAGES) <= set(RESULTS)
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_was_measured(programs, name):
     assert (harness.RESULTS / f"{name}.md").read_text(encoding="utf-8") == programs[name].markdown(read_results(name))
 
@@ -137,7 +142,7 @@ def test_a_page_of_less_communication():
     }
     losses = {"exact": [5.0, 5.2, 5.1], "top_k": [5.1, 5.3, 5.21]}
     results = {"steps": 60, "bytes": sent, "losses": losses, "about": {"command": "make some"}}
-    lines = communication.markdown(results).splitlines()
+    lines = communication.describe(results).splitlines()
     assert "| the exact step |  | 800 | 1.0 | 5 | 5.1000 (5.0000 to 5.2000) | +0.0000 |  |" in lines
     assert [cell.strip() for cell in lines[-1].split("|")][3:8] == [
         "8",

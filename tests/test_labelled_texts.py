@@ -447,6 +447,25 @@ def test_predictions_are_written_in_order(tmp_path, pairs):
     assert set(numbers[0]) == {"prediction", *places}
 
 
+def test_judged_predictions_begin_with_the_worst(tmp_path, pairs):
+    train, _ = pairs
+    labels = np.array([0, 1] * len(train))[: len(train)]
+    train.labels, logits = labels, np.stack([2.0 * (labels == 0), 2.0 * (labels == 1)], 1)
+    logits[1], logits[2] = [3.0, 0.0], [0.0, 9.0]  # wrong, the second the surer
+    train.write(tmp_path / "judged.csv", logits, is_judged=True)
+    with (tmp_path / "judged.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["label"], row["prediction"]) for row in rows[:2]] == [("a", "b"), ("b", "a")]
+    assert [row["text"] for row in rows[:2]] == [train.rows["text"][2], train.rows["text"][1]]
+    assert all(row["label"] == row["prediction"] for row in rows[2:])
+    assert train.describe_baseline()[0].startswith("a for every held-out text would have an accuracy of ")
+    train.classes, train.labels = None, np.arange(len(train), dtype=float)
+    train.write(tmp_path / "numbers.csv", np.zeros((len(train), 1)), is_judged=True)
+    with (tmp_path / "numbers.csv").open(newline="", encoding="utf-8") as file:
+        assert next(csv.DictReader(file))["text"] == train.rows["text"][-1]
+    assert train.describe_baseline() == []
+
+
 def test_labels_that_are_numbers_reach_the_loss_as_they_were_written(tmp_path):
     rows = [(text, other, str(0.1 + place)) for place, (text, other, _) in enumerate(ROWS)]
     texts, _ = labelled_texts.build(

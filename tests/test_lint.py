@@ -43,6 +43,13 @@ for batch in loader:
         {empty}
 {end}
 """
+OWN_LOSS = """
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+class MyTrainer({base}):
+    def compute_loss(self, model, inputs, return_outputs=False, {taken}):
+        return {loss}
+trainer = {made}(model, TrainingArguments("out", gradient_accumulation_steps={k}))
+"""
 REPORT = """
 import torch.nn.functional as F
 total = 0
@@ -100,6 +107,8 @@ RIGHT = {
     REPORT: {"loss": "cross_entropy(model(x), y)", "added": "loss.item() * len(x)", "divisor": "len(data)"},
     SAMPLER: {"shuffle": "", "told": "sampler.set_epoch(epoch)"},
     TWICE: {"sampler": "RandomSampler"},
+    OWN_LOSS: {"base": "Trainer", "taken": "num_items_in_batch=None", "made": "MyTrainer", "k": "args.accum",
+        "loss": "cross_entropy(model(inputs), reduction='sum') / num_items_in_batch"},
     TRAINER: {"head": "SequenceClassification", "k": "", "more": "", "load": ""},
     INNER: {"head": "model.require_backward_grad_sync = micro_step == 7", "behind": "pass"},
 }  # fmt: skip
@@ -131,6 +140,9 @@ CASES = [  # rule, line, program, what is other than right
     ("SA502", 3, SAMPLER, {"told": "pass"}),
     ("SA503", 6, TWICE, {"sampler": "DistributedSampler"}),
     ("SA601", 4, TRAINER, {"k": ", gradient_accumulation_steps=4"}),
+    ("SA602", 4, OWN_LOSS, {"loss": "cross_entropy(model(inputs))"}),
+    ("SA602", 4, OWN_LOSS, {"loss": "super().compute_loss(model, inputs)", "taken": "**kwargs", "k": "8"}),
+    ("SA602", 4, OWN_LOSS, {"loss": "cross_entropy(model(inputs))", "base": "trl.SFTTrainer"}),
     ("SA701", 7, REPORT, {"added": "loss.item()", "divisor": "len(loader)"}),
 ]
 SILENT = [
@@ -155,6 +167,12 @@ SILENT = [
     (TRAINER, {"k": ", gradient_accumulation_steps=4", "load": ", trust_remote_code=True"}),
     (TRAINER, {"head": "CausalLM", "k": ", gradient_accumulation_steps=4"}),
     (TRAINER, {"k": ", gradient_accumulation_steps=4", "more": ", compute_loss_func=mine"}),
+    (OWN_LOSS, {}),
+    (OWN_LOSS, {"loss": "cross_entropy(model(inputs))", "k": "1"}),
+    (OWN_LOSS, {"loss": "cross_entropy(model(inputs))", "base": "Learner"}),
+    (OWN_LOSS, {"loss": "cross_entropy(model(inputs))", "made": "exact(MyTrainer)"}),
+    (OWN_LOSS, {"loss": "cross_entropy(model(inputs)) / self.args.gradient_accumulation_steps"}),
+    (OWN_LOSS, {"loss": "super().compute_loss(model, inputs, **kwargs)", "taken": "**kwargs"}),
     (REPORT, {}),
     (REPORT, {"added": "loss.item()", "divisor": "len(data)"}),
     (REPORT, {"loss": 'cross_entropy(model(x), y, reduction="sum")', "added": "loss.item()", "divisor": "len(loader)"}),

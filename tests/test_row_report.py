@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -49,6 +50,35 @@ def test_a_report_has_all_numbers(tmp_path):
     assert len(lines) == 8
     assert row_report.write_skipped(tmp_path, [report._replace(bad=())]) is None
     assert not file.exists()
+
+
+def test_rows_that_repeat_others_are_counted():
+    """Those of a training, those that are held out of it and trained all the same, and those with two labels."""
+    rows = [("a", "1"), ("a", "1"), ("a", "1"), ("b", "1"), ("b", "2"), ("c", "1")]
+    held = [("c", "1"), ("c", "1"), ("d", "1"), ("d", "2")]
+    train, held_out = (
+        datasets.Dataset.from_dict({"text": [t for t, _ in part], "label": [n for _, n in part]})
+        for part in (rows, held)
+    )
+    assert row_report.describe_repeats(train, held_out, ["text", "label"], "label") == [
+        "repeated: 2 rows of those to train on",
+        "held out AND trained on: 2 rows, so that its evaluation is too good. Remove repeats from the data",
+        "the same but for its label: 2 rows. Mend the labels",
+    ]
+    assert row_report.describe_repeats(train.select([3, 5]), held_out.select([2]), ["text", "label"], "label") == []
+    assert row_report.describe_repeats(train.select([3, 4]), held_out.select([]), ["text", "label"]) == []
+
+
+def test_rows_of_further_data_are_listed_beside_those_of_the_training(tmp_path):
+    first, more = (
+        SimpleNamespace(row_reports=[RowReport(name, 2, 1, bad=[Problem(f"{name}:1", "empty")])]) for name in "ab"
+    )
+    lines: list[str] = []
+    row_report.report_rows(first, tmp_path, lines.append)
+    row_report.report_rows(more, tmp_path, lines.append, is_more=True)
+    row_report.report_rows(SimpleNamespace(row_reports=[RowReport("c", 1, 1)]), tmp_path, lines.append, is_more=True)
+    listed = [json.loads(line)["place"] for line in (tmp_path / "skipped_rows.jsonl").read_text().splitlines()]
+    assert listed == ["a:1", "b:1"]
 
 
 def test_unused_columns_of_a_table():

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from samestep._internals import chat_rendering
 from samestep.data import chat_templates, template_process
 from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
+from samestep.data.builtin import is_builtin
 from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
 from samestep.data.conversation_rows import HELD_OUT, Source, has_turns, load_sources, name_sources
 from samestep.data.row_images import list_texts
-from samestep.data.row_report import Problem, RowReport, group, refuse
+from samestep.data.row_report import Problem, RowReport, describe_repeats, group, refuse
 from samestep.data.template_process import PROCESS, TemplateLimitError
 from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
@@ -405,6 +406,9 @@ def build(
         mixed = [source for source in sources if source.entry != HELD_OUT]
         make_samples = importlib.import_module(IMAGES).ImageConversations if recipe.images else Conversations
         train = make_samples(rows, table, renderer, recipe, description="training conversations", sources=mixed)
+        if not all(is_builtin(source.entry) for source in sources):
+            last = reports[-1]
+            reports = (*reports[:-1], last._replace(notes=[*last.notes, *describe_repeats(rows, held_out, ["row"])]))
         train.row_reports = reports
     if not len(held_out):
         return train, None

@@ -24,6 +24,7 @@ compute = optional("pyarrow.compute")
 MAX_KINDS, MAX_PLACES = 20, 3
 """Kinds of faults in a message, and rows that are named of each."""
 MAX_UNUSED = 20  # columns in a report
+MAX_COMPARED = 10**6  # rows that are compared with each other: about a second
 SKIPPED_FILE = "skipped_rows.jsonl"
 """File of the output folder that lists the rows which `--on_bad_row skip` left out."""
 VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*\b")  # in a reason: what differs between rows of one kind
@@ -327,29 +328,73 @@ def count_unused(rows: Dataset) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def write_skipped(folder: Path, reports: Iterable[RowReport]) -> Path | None:
-    """Write place and reason of each skipped row to a file of the output folder; None: nothing was skipped, nor is a file."""
+def describe_repeats(train: Dataset, held_out: Dataset, names: Sequence[str], target: str | None = None) -> list[str]:
+    """Say how many rows repeat earlier ones, and how many held-out rows are trained on, too; nothing where none does.
+
+    Args:
+        train, held_out: rows, no more than `MAX_COMPARED` together, or nothing is said.
+        names: columns that make a row what it is, `target` among them.
+        target: column of labels, of which the same row should have one; None: rows may well have several.
+    """
+    if len(train) + len(held_out) > MAX_COMPARED:
+        return []
+    trained, held = (_read_keys(rows, names) for rows in (train, held_out))
+    once, lines = set(trained), []
+    if num_repeats := len(trained) - len(once):
+        lines.append(f"repeated: {format_count(num_repeats, 'row')} of those to train on")
+    if num_leaked := sum(key in once for key in held):
+        lines.append(
+            f"held out AND trained on: {format_count(num_leaked, 'row')}, so that its evaluation is too good. Remove repeats "
+            "from the data"
+        )
+    if target is not None:
+        place = names.index(target)
+        keys = {*once, *held}
+        num_contents = len({(*key[:place], *key[place + 1 :]) for key in keys})
+        if num_contents < len(keys):
+            lines.append(
+                f"the same but for its {target}: {format_count(len(keys) - num_contents, 'row')}. Mend the {target}s"
+            )
+    return lines
+
+
+def _read_keys(rows: Dataset, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    table = rows.with_format("arrow").select_columns(list(names))[:] if len(rows) else None
+    return [] if table is None else list(zip(*(table[name].to_pylist() for name in names), strict=True))
+
+
+def write_skipped(folder: Path, reports: Iterable[RowReport], *, is_more: bool = False) -> Path | None:
+    """Write place and reason of each skipped row to a file of the output folder; None: nothing was skipped, nor is a file.
+
+    Args:
+        folder: of the output.
+        reports: with the rows.
+        is_more: the file has other rows already, to which these are added.
+    """
     rows: list[Any] = [problem._asdict() for report in reports for problem in report.bad]
     file = folder / SKIPPED_FILE
     if not rows:
-        file.unlink(missing_ok=True)  # of an earlier run that is overwritten
+        if not is_more:
+            file.unlink(missing_ok=True)  # of an earlier run that is overwritten
         return None
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    with file.open("a" if is_more else "w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return file
 
 
-def report_rows(data: Any, output_dir: Path | None, say: Callable[[str], None]) -> None:
+def report_rows(data: Any, output_dir: Path | None, say: Callable[[str], None], *, is_more: bool = False) -> None:
     """Say what became of the rows of a data set, where it tells; list those that are left out.
 
     Args:
         data: the data set.
         output_dir: where the list goes; None: another process writes it.
         say: prints a text.
+        is_more: as of `write_skipped`.
     """
     reports = getattr(data, "row_reports", ())
     for report in reports:
         say(str(report))
-    if reports and output_dir is not None and (file := write_skipped(output_dir, reports)):
+    if reports and output_dir is not None and (file := write_skipped(output_dir, reports, is_more=is_more)):
         say(f"skipped rows are listed in {file}")
     if (mask_report := getattr(data, "mask_report", None)) is not None:
         say(str(mask_report))

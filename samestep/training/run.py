@@ -342,3 +342,8 @@ class Run:
         if self.problem is not None:
             raise UsageError(self.problem)
         return status
+
+
+def report_more(run: Run, data: Any) -> None:
+    """Say what became of the rows of further data, and list those that are left out beside the others."""
+    report_rows(data, ways.find_list_folder(run), run.say, is_more=True)

@@ -25,6 +25,7 @@ KNOWN = sys.stdlib_module_names | set(
 )
 """Packages that give AutoModel no heads of their own."""
 MOST_DEPTH = 6
+ALWAYS = "always"
 
 
 def check_schedules(source: Source, windows: list[Window]) -> Found:
@@ -197,16 +198,44 @@ def check_trainers(source: Source) -> Found:
     trusted = (keyword(call, "trust_remote_code") for call in heads)
     if any(isinstance(value, ast.Constant) and value.value is True for value in trusted):
         return  # the head is a checkpoint's own, which nobody here has read
-    arguments = [call for call in source.calls if last_name(call.func).endswith("TrainingArguments")]
-    ks = [k for call in arguments if (k := keyword(call, "gradient_accumulation_steps")) is not None]
-    if not heads or (arguments and not ks) or any(is_one(source, k, k) for k in ks):
-        return
-    if not ks and not source.has(r"HfArgumentParser"):
+    if not heads or not (condition := _find_accumulation(source)):
         return
     name = next(part for part in dotted(heads[0].func).split(".") if HEADS.fullmatch(part))
+    yield "SA601", made[0], name, condition.removeprefix(ALWAYS)
+
+
+def check_losses(source: Source) -> Found:
+    """Ask whether a Trainer of the program's own uses the count of targets that its loss is given."""
+    if source.has(r"model_accepts_loss_kwargs|\bexact\(") or not (condition := _find_accumulation(source)):
+        return
+    for trainer in source.nodes:
+        if not isinstance(trainer, ast.ClassDef) or not any(
+            last_name(base).endswith("Trainer") for base in trainer.bases
+        ):
+            continue
+        for method in trainer.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "compute_loss" and not _uses_count(method):
+                yield "SA602", method, trainer.name, condition.removeprefix(ALWAYS)
+
+
+def _uses_count(method: ast.FunctionDef) -> bool:
+    """Tell whether a method reads the count that Trainer gives it, by its name or in **kwargs, or divides by k itself."""
+    names = [argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)]
+    rest = method.args.kwarg.arg if method.args.kwarg else None
+    given = "num_items_in_batch" if "num_items_in_batch" in names else rest
+    text = {name for statement in method.body for name in names_in(statement)}
+    return given is None or given in text or any("gradient_accumulation_steps" in name for name in text)
+
+
+def _find_accumulation(source: Source) -> str:
+    """Find whether Trainer accumulates: empty: it does not; else when it does, behind `ALWAYS` where it surely does."""
+    arguments = [call for call in source.calls if last_name(call.func).endswith("TrainingArguments")]
+    ks = [k for call in arguments if (k := keyword(call, "gradient_accumulation_steps")) is not None]
+    if (arguments and not ks) or any(is_one(source, k, k) for k in ks) or not (ks or source.has(r"HfArgumentParser")):
+        return ""
     values = [source.values(dotted(k), k) for k in ks]
     is_known = bool(ks) and (isinstance(ks[0], ast.Constant) or (values[0] and isinstance(values[0][0], ast.Constant)))
-    yield "SA601", made[0], name, "" if is_known else "where gradient_accumulation_steps is more than 1"
+    return ALWAYS if is_known else "where gradient_accumulation_steps is more than 1"
 
 
 def check_reports(source: Source) -> Found:

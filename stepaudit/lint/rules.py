@@ -17,6 +17,7 @@ class Rule:
         cure: the lines to change.
         confirmed_by: what runs to be sure, see `CUTS`.
         is_harmless: it is said, and is no failure: the step is right, or the program does not show what it depends on.
+        causes: those of the audit that say the same.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Rule:
     cure: str
     confirmed_by: str = CUTS
     is_harmless: bool = False
+    causes: tuple[str, ...] = ()
 
 
 RULES = {
@@ -32,16 +34,19 @@ RULES = {
         "the window's loss is a mean of the micro-batches' means, and these have different numbers of targets",
         'divide sums by the number of targets of the whole window. F.cross_entropy(..., reduction="sum") / count, with count '
         "added up over its micro-batches and processes before the first backward",
+        causes=("mean_of_means", "counts"),
     ),
     "SA102": Rule(
         "divided twice",
         "the loss is divided by k here, and by backward once more: the gradient is k times too small",
         "divide once: leave the division out",
+        causes=("factor",),
     ),
     "SA103": Rule(
         "not divided",
         "the losses of a window are means and are added up undivided: the gradient is k times too large",
         "divide the loss by k before its backward",
+        causes=("factor",),
     ),
     "SA104": Rule(
         "tail divided by k",
@@ -54,26 +59,31 @@ RULES = {
         "clipping inside the window",
         "what has been added up so far is clipped at every micro-batch",
         "clip once, right before optimizer.step(), under the same condition (if accelerator.sync_gradients: in Accelerate)",
+        causes=("changed_between",),
     ),
     "SA202": Rule(
         "zero_grad inside the window",
         "gradients are emptied between the micro-batches of a window: only the last one reaches the step",
         "call zero_grad right after optimizer.step(), under the same condition",
+        causes=("emptied_between", "dropped_micro_batches"),
     ),
     "SA203": Rule(
         "average inside the window",
         "an average of the weights is updated at every micro-batch, not at every step",
         "update it after optimizer.step(), under the same condition",
+        causes=("average",),
     ),
     "SA204": Rule(
         "optimizer not prepared",
         "this optimizer is not prepared: it steps at every micro-batch, accumulate() holds it back from nothing",
         "give it to accelerator.prepare, or call its step under if accelerator.sync_gradients:",
+        causes=("leak", "num_steps"),
     ),
     "SA301": Rule(
         "first window",
         "the count begins at 0, so that the first window is not as long as the others",
         "count from 1: if (step + 1) % k == 0:",
+        causes=("first_window",),
     ),
     "SA302": Rule(
         "tail without a step",
@@ -89,16 +99,19 @@ RULES = {
         "multiply the lengths by accelerator.num_processes, or do not prepare the scheduler and step it under "
         "if accelerator.sync_gradients:",
         PROCESSES,
+        causes=("ticks_per_process",),
     ),
     "SA402": Rule(
         "schedule of micro-batches",
         "the scheduler ticks at optimizer steps, and this length counts micro-batches: it is k times too long",
         "count optimizer steps: divide the number of batches by k, or leave the factor k out",
+        causes=("learning_rate",),
     ),
     "SA403": Rule(
         "scheduler inside the window",
         "the scheduler ticks at every micro-batch, not at every step",
         "call scheduler.step() right after optimizer.step(), under the same condition, and count its length in steps",
+        causes=("ticks_per_micro_step",),
     ),
     "SA501": Rule(
         "no_sync missing",
@@ -112,6 +125,7 @@ RULES = {
         "DistributedSampler draws the same order in each epoch unless it is told the epoch",
         "sampler.set_epoch(epoch) at the head of each epoch",
         NOTHING,
+        causes=("other_samples",),
     ),
     "SA503": Rule(
         "sharded twice",
@@ -119,6 +133,7 @@ RULES = {
         "are never seen",
         "leave the sampler to accelerator.prepare, or do not prepare the loader",
         PROCESSES,
+        causes=("other_samples", "duplicated"),
     ),
     "SA601": Rule(
         "head that Trainer does not divide for",
@@ -126,6 +141,14 @@ RULES = {
         "loss are k times too large",
         "exact(Trainer) of samestep, or a compute_loss_func that divides a sum by num_items_in_batch",
         HEAD,
+        causes=("factor", "ignores_num_items"),
+    ),
+    "SA602": Rule(
+        "compute_loss that ignores the count",
+        "this compute_loss does not use num_items_in_batch. Trainer leaves the division to it where the model takes **kwargs, "
+        "as most heads do. Gradient and logged loss are k times too large",
+        "exact(TrainerOfYours) of samestep; or a sum, divided by num_items_in_batch where it is given",
+        causes=("ignores_num_items",),
     ),
     "SA701": Rule(
         "mean of batch means reported",

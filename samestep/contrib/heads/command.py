@@ -76,6 +76,11 @@ def _describe(name: str, found) -> Iterator[str]:
     else:
         way = f"; its loss is a mean over {found.divisor}" if found.divisor else ""
         yield f"  exact(Trainer): error {found.exact_error:.1e}{way}"
+    if found.verdict == EXACT:
+        yield (
+            "  That is Trainer's own loss. A compute_loss or compute_loss_func of yours is another one: samestep lint train.py "
+            "reads it, samestep audit-script runs it"
+        )
     if found.packing:
         yield f"  packed rows: samples see each other: {found.packing}"
     if found.verdict != EXACT and not found.refusal:

@@ -164,6 +164,7 @@ def find_head(text: str) -> Head:
     if not Path(text).is_dir() and ("/" not in text or text.startswith((".", "/"))):
         near = get_close_matches(text, dir(transformers), n=3)
         hint = f": did you mean {' or '.join(near)}?" if near else ", and no folder"
+        hint = ": a program is audited by samestep lint and samestep audit-script" if text.endswith(".py") else hint
         raise UsageError(f"{text} is none of the heads of transformers {transformers.__version__}{hint}")
     try:
         usual = AutoConfig.from_pretrained(text)
