@@ -214,7 +214,11 @@ def _read_generators() -> tuple[bytes, Any, Any]:
 
 
 def _freeze(state: Any) -> Any:
-    """Return what equals a copy of a generator's state, and nothing else: its arrays as bytes, its mappings as tuples."""
+    """Return what equals a copy of a generator's state, and nothing else: its arrays as bytes, its mappings as tuples.
+
+    >>> _freeze({"state": {"key": np.array([1, 2], np.uint8)}, "has_gauss": 0})
+    (('state', (('key', b'\\x01\\x02'),)), ('has_gauss', 0))
+    """
     if isinstance(state, dict):
         return tuple((name, _freeze(value)) for name, value in state.items())
     return state.tobytes() if isinstance(state, np.ndarray) else state
