@@ -551,7 +551,8 @@ def compare_runs(
 
     def run(number: int, mode: str = "") -> list[Recording]:
         words = [word for word in (reference_mode if not number else "", mode) if word]
-        announce(", ".join([f"{program[0]}: {runs[number]}", *(REASONS[word] for word in words)]))
+        again = " again" if mode else f" {number + 1} of {len(runs)}"
+        announce(", ".join([f"run{again}: {program[0]}: {runs[number]}", *(REASONS[word] for word in words)]))
         return record_run(program, runs[number], num_steps, "+".join(words))
 
     for number in range(len(runs)):
