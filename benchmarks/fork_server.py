@@ -47,7 +47,9 @@ class Server:
             "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "-1,-1",  # as in 2xcpu.yaml
             "ACCELERATE_MIXED_PRECISION": "no",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(ROOT / "tests" / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             "PYTHONWARNINGS": "ignore",
         }
         self.process = subprocess.Popen(

@@ -37,7 +37,7 @@ UNITS = {"GiB": 2**30, "GB": 1e9}
 @functools.cache
 def read_rows(kind: str) -> Any:
     """Read the published rows, memory or time, or the programs, models or sources."""
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
+    return yaml.load(PUBLISHED.read_text(encoding="utf-8"), yaml.CSafeLoader)[kind]
 
 
 def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> PeerDecoder:
@@ -268,7 +268,7 @@ def compare_scaling(rows: list[dict[str, Any]], same: Sequence[str] = SAME) -> l
 
 def measure() -> dict[str, Any]:
     """Make all comparisons."""
-    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+    published = yaml.load(PUBLISHED.read_text(encoding="utf-8"), yaml.CSafeLoader)
     programs = published["programs"]
     time = compare_time(read_speeds())
     return {

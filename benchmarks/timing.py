@@ -110,7 +110,7 @@ def published_work(shape: dict, row: dict, software: dict) -> Work:
 
 def find_fitted(rows: list[Any]) -> list[Any]:
     """Find the rows whose sources are not held out."""
-    sources = yaml.safe_load(PUBLISHED.read_text())["sources"]
+    sources = yaml.load(PUBLISHED.read_text(), yaml.CSafeLoader)["sources"]
     held_out = find_held_out() | {name for name, source in sources.items() if source.get("held_out")}
     return [row for row in rows if row.published["source"] not in held_out]
 
@@ -122,7 +122,7 @@ def read_others() -> list[Any]:
 
 def read(path: Path = PUBLISHED, kind: str = "rows") -> list[Row]:
     """Read published rows: `rows`, or the GPTs of the kind `sharded`."""
-    published = yaml.safe_load(path.read_text())
+    published = yaml.load(path.read_text(), yaml.CSafeLoader)
     rows = []
     for row in published[kind]:
         machine = hardware.parse(row["hardware"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from cases import thorough
-from common import ROOT, fresh_accelerator
+from common import ROOT, fresh_accelerator, python_path
 from waiting import PATIENCE
 
 from stepaudit.errors import UsageError
@@ -378,7 +378,7 @@ def command(*argv: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(AUDITED)},
+        env=os.environ | {"PYTHONPATH": python_path(AUDITED)},
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from common import tasks_of
+from common import python_path, tasks_of
 
 from samestep import cli
 from samestep.errors import exit_code
@@ -124,7 +124,7 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", "-c", command],
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": path, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
         check=False,
