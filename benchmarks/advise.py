@@ -22,10 +22,7 @@ A run that is finished is not done again: WORK/RECIPE/RUN holds it. Remove the f
 
 import json
 import math
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,18 +56,7 @@ def command(file: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
 def train(file: str, seed: int, folder: Path, flags: list[str], threads: int) -> dict[str, Any]:
     """Train a recipe to the end, unless that was done before; its results."""
     recipe, words = recipes.load(file), command(file, seed, folder, flags)
-    stamp, made = folder.with_suffix(".command"), " ".join([recipe.fingerprint, *flags, str(seed)])
-    if not (stamp.exists() and stamp.read_text() == made and (folder / "all_results.json").exists()):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(harness.ROOT)}
-        ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-        if ended.returncode:
-            sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-        stamp.write_text(made)
-        for path in [*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return json.loads((folder / "all_results.json").read_text())
+    return harness.train_once(words, folder, " ".join([recipe.fingerprint, *flags, str(seed)]), threads)
 
 
 def race(

@@ -295,9 +295,6 @@ def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
 
 def main() -> int:
     parser = harness.flags("audit", __doc__)
-    parser.add_argument(
-        "--document", type=Path, default=ROOT / "docs" / "exactness.md", help="shows the scripts' table"
-    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only", nargs="+", choices=SCRIPTS, help="audit only these scripts; all else stays as it was")
     only.add_argument(
@@ -316,8 +313,8 @@ def main() -> int:
         results = replace_rows(arguments.output, "scripts", arguments.only, rows)
     else:
         results = measure_all()
-    harness.write(arguments.output, results, markdown(results))
-    harness.write_part(arguments.document, "audit", overview(results))
+    parts = {"audit": ("exactness.md", overview(results))}
+    harness.write(arguments.output, results, markdown(results), parts=parts)
     return 0 if is_as_promised(results) else 1
 
 

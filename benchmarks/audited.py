@@ -14,7 +14,6 @@ runs those loops. Where a loop's packages are missing, its earlier row is kept.
 """
 
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -27,16 +26,16 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import causal_models
 import harness
-import packages
+import plainly
 from forked import AUDITED, Server
+from plainly import TOLERANCE
 
 from stepaudit import audit_packing
 from stepaudit.causes import GUIDE, HARMLESS, KINDS
-from stepaudit.judge import compare, find_faults
+from stepaudit.judge import compare
 from stepaudit.recording import Recording
 from stepaudit.script import BATCH, FOLDER, WINDOW, Variation, compare_resumed_runs
 
-TOLERANCE = 1e-5
 TIMEOUT = 300  # seconds for a run
 REFERENCE = (16, 1, 1)
 CUT, TWO_PROCESSES = (4, 4, 1), (8, 1, 2)  # b, k, N
@@ -326,7 +325,7 @@ def record_plainly(server: Server, program: list[str], layout: tuple[int, int, i
     variation = make_variation(layout)
     with tempfile.TemporaryDirectory(prefix="plain-") as folder:
         server.run([folder, *program, *variation.argv], variation.num_processes, TIMEOUT, module="plain")
-        return packages.load_plain(Path(folder), variation.num_processes)
+        return plainly.load_plain(Path(folder), variation.num_processes)
 
 
 def measure(server: Server, title: str) -> dict:
@@ -340,9 +339,11 @@ def measure(server: Server, title: str) -> dict:
         run = {"layout": "x".join(map(str, layout))}
         try:
             comparison = compare(
-                reference, recordings := server.record(program, make_variation(layout), timeout=TIMEOUT), TOLERANCE
+                reference,
+                recordings := server.record(program, make_variation(layout), timeout=TIMEOUT),
+                TOLERANCE,
             )
-            checked = packages.check(plain_reference, record_plainly(server, program, layout), comparison)
+            checked = plainly.check(plain_reference, record_plainly(server, program, layout), comparison)
         except RuntimeError as error:  # some loops refuse several processes
             runs.append(run | {"failure": str(error).splitlines()[-1].strip()})
             continue
@@ -359,7 +360,6 @@ def measure(server: Server, title: str) -> dict:
         "loop": title,
         "versions": {library: version(library) for library in loop.libraries},
         "command": " ".join([loop.program, *loop.words[1:]]),
-        "faults_of_the_reference": [dataclasses.asdict(finding) for finding in find_faults(reference)],
         "runs": runs,
         "seconds": harness.clock() - start,
     }
@@ -589,7 +589,7 @@ def markdown(results: dict) -> str:
             )
             text = f"fails: {run['failure']}" if "failure" in run else findings or "exact"
             checked = run.get("check")
-            plain = packages.format_check(checked) if checked else "-"
+            plain = plainly.format_check(checked) if checked else "-"
             lines.append([row["loop"], f"`{row['command']}`", run["layout"], _errors(run), text, plain])
     columns = "loop | program | layout, b x k x N | error of the first / last step | found | plain computation"
     return harness.page(
@@ -605,14 +605,12 @@ def markdown(results: dict) -> str:
 
 def main() -> None:
     parser = harness.flags("audited", __doc__, only=LOOPS)
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "audited.md", help="the page of them")
     parser.add_argument("--extra", action="store_true", help="only loops that need benchmarks/loops-requirements.txt")
     arguments = parser.parse_args()
     titles = [title for title in arguments.only if LOOPS[title].is_installed]
     if arguments.extra:
         titles = [title for title in titles if set(LOOPS[title].libraries) - set(PACKAGES)]
-    file = arguments.output.with_suffix(".json")
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    earlier = harness.read(arguments.output)
     is_whole = (len(arguments.only) == len(LOOPS) and not arguments.extra) or not earlier
     about = harness.about("make bench NAME=audited", PACKAGES)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent / "packages")  # of the server: plain.py
@@ -633,7 +631,8 @@ def main() -> None:
             rows = [row for row in rows if row["loop"] in LOOPS]
             results = {"about": about, "rows": rows, **others}
             harness.write(arguments.output, results, markdown(results), is_last=number == len(titles))
-            arguments.document.write_text(guide(results), encoding="utf-8")
+            if arguments.output.parent == harness.RESULTS:
+                (ROOT / "docs" / "audited.md").write_text(guide(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -136,8 +136,7 @@ def main() -> None:
     rows += measure(resnet_case("ResNet-50", 64, 32), [16], 5, arguments.rounds)
     about = harness.about("make bench NAME=batch_norm", ("torch", "transformers"), pairs=arguments.rounds)
     results = {"about": about, "rows": rows}
-    harness.write(arguments.output, results, markdown(results))
-    harness.write_part(harness.ROOT / "docs" / "noise-and-batch-norm.md", "batch norm", part(results))
+    harness.write(arguments.output, results, parts={"batch norm": ("noise-and-batch-norm.md", part(results))})
 
 
 def tables(results: dict) -> str:
@@ -155,10 +154,6 @@ def tables(results: dict) -> str:
 
 def part(results: dict) -> str:
     return harness.part("batch_norm.py", results["about"], tables(results))
-
-
-def markdown(results: dict) -> str:
-    return harness.page("Batch normalisation", "batch_norm.py", results["about"], tables(results))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from clock import Stamp
 
 from samestep.recipe.catalog import load
 
-WARM_UP, NUM_STEPS = 2, 4  # steps before the first round, and of each round
+STEPS = 2, 4  # before the first round, and of each round
 MOST_LOAD = 1.0  # programs that ran in the minute before, in the mean, above which results say so
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 1e-2}
 OWN = ("ours", "floor")
@@ -101,8 +101,13 @@ def start(comparison: Comparison, title: str, folder: Path, precision: str, thre
     return Program(words, folder.parent, folder / f"{title}.log", threads)
 
 
-def rates(stamps: list[Stamp], turns: list[tuple[float, float]], num_rounds: int) -> list[float]:
-    """Compute the units per second of each round: of `NUM_STEPS` steps each, stops left out.
+def rates(
+    stamps: list[Stamp], turns: list[tuple[float, float]], num_rounds: int, steps: tuple[int, int] = STEPS
+) -> list[float]:
+    """Compute the units per second of each round, stops left out.
+
+    Args:
+        steps: before the first round, and of each round.
 
     >>> stamps = [Stamp(float(time), 10, 0.0) for time in (1, 2, 3, 4, 5, 6, 17, 18, 19)]
     >>> rates(stamps, [(0.0, 6.0), (16.0, 20.0)], 1)
@@ -110,10 +115,78 @@ def rates(stamps: list[Stamp], turns: list[tuple[float, float]], num_rounds: int
     """
     result = []
     for number in range(num_rounds):
-        first = WARM_UP + number * NUM_STEPS
-        begin, end = (running_time(turns, stamps[place - 1].time) for place in (first, first + NUM_STEPS))
-        result.append(sum(stamp.units for stamp in stamps[first : first + NUM_STEPS]) / (end - begin))
+        first, end = (steps[0] + place * steps[1] for place in (number, number + 1))
+        times = [running_time(turns, stamps[place - 1].time) for place in (first, end)]
+        result.append(sum(stamp.units for stamp in stamps[first:end]) / (times[1] - times[0]))
     return result
+
+
+class Race(NamedTuple):
+    """What came of programs that took turns, by title.
+
+    Attributes:
+        stamps: of their steps.
+        rates: units per second of each round.
+        memory: GB at most, beyond those of the built model.
+        peaks: GB at most of the whole process.
+        first_memory: `memory` of our first start, which measures.
+    """
+
+    stamps: dict[str, list[Stamp]]
+    rates: dict[str, list[float]]
+    memory: dict[str, float]
+    peaks: dict[str, float]
+    first_memory: float
+
+
+def race(
+    titles: list[str],
+    folder: Path,
+    begin: Callable[[str], Program],
+    num_rounds: int,
+    steps: tuple[int, int] = STEPS,
+    check: Callable[[dict[str, list[Stamp]]], None] = lambda _: None,
+) -> Race:
+    """Let programs take their rounds in turns.
+
+    Args:
+        titles: of the programs, whose stamps are in TITLE.stamps of the folder; the first is `ours`.
+        begin: starts a program.
+        steps: before the first round, and of each round.
+        check: looks at the first stamps, before hours of rounds.
+    """
+    programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
+
+    def run(title: str, num_steps: int) -> None:
+        programs[title].run_until(lambda: len(clock.read(files[title])[1]) >= num_steps)
+
+    def read_peak(title: str) -> float:
+        return peak_memory(clock.read(files[title])[0])
+
+    def read_memory(title: str) -> float:
+        return read_peak(title) - int(Path(f"{files[title]}.base").read_text()) * 1024 / 1e9
+
+    try:
+        # At its first start our script measures its kernels, alone, and remembers them; stopped by turns it could not
+        for title in ["ours", *titles]:
+            if title in programs:
+                first_memory = read_memory(title)
+                programs[title].kill()
+            files[title].unlink(missing_ok=True)
+            programs[title] = begin(title)
+            run(title, steps[0])
+        check({title: clock.read(files[title])[1][: steps[0]] for title in titles})
+        for number in range(num_rounds):
+            place = number % len(titles)
+            for title in titles[place:] + titles[:place]:
+                run(title, steps[0] + (number + 1) * steps[1])
+        stamps = {title: clock.read(files[title])[1] for title in titles}
+        memory, peaks = ({title: read(title) for title in titles} for read in (read_memory, read_peak))
+    finally:
+        for program in programs.values():
+            program.kill()
+    of_rounds = {title: rates(stamps[title], programs[title].turns, num_rounds, steps) for title in titles}
+    return Race(stamps, of_rounds, memory, peaks, first_memory)
 
 
 def check_same(comparison: Comparison, stamps: dict[str, list[Stamp]], expected: list[int], precision: str) -> None:
@@ -139,48 +212,18 @@ def measure(
     """Measure a row of the results."""
     folder = harness.write_recipe(work / name, comparison.workloads[name].values)
     data = comparison.prepare(folder)
-    programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
+    expected = data.pop("first_steps")
 
-    def run(title: str, num_steps: int) -> None:
-        programs[title].run_until(lambda: len(clock.read(files[title])[1]) >= num_steps)
+    def check(first: dict[str, list[Stamp]]) -> None:
+        check_same(comparison, first, expected[: STEPS[0]], precision)
 
-    def read_memory(title: str) -> float:
-        base = int(Path(f"{files[title]}.base").read_text()) * 1024 / 1e9
-        return peak_memory(clock.read(files[title])[0]) - base
+    def begin(title: str) -> Program:
+        return start(comparison, title, folder, precision, threads)
 
-    try:
-        # At its first start our script measures its kernels, alone, and remembers them; stopped by turns it could not
-        for title in ["ours", *titles]:
-            if title in programs:
-                first_memory = read_memory(title)
-                programs[title].kill()
-            files[title].unlink(missing_ok=True)
-            programs[title] = start(comparison, title, folder, precision, threads)
-            run(title, WARM_UP)
-        expected = data.pop("first_steps")
-        first = {title: clock.read(files[title])[1][:WARM_UP] for title in titles}
-        check_same(comparison, first, expected[:WARM_UP], precision)  # before hours of rounds
-        for number in range(num_rounds):
-            place = number % len(titles)
-            for title in titles[place:] + titles[:place]:
-                run(title, WARM_UP + (number + 1) * NUM_STEPS)
-        stamps = {title: clock.read(files[title])[1] for title in titles}
-        memory = {title: read_memory(title) for title in titles}
-        peaks = {title: peak_memory(clock.read(files[title])[0]) for title in titles}
-    finally:
-        for program in programs.values():
-            program.kill()
-    check_same(comparison, stamps, expected, precision)
-    return {
-        "workload": name,
-        "precision": precision,
-        "data": data,
-        "rates": {title: rates(stamps[title], programs[title].turns, num_rounds) for title in titles},
-        "memory": memory,
-        "peaks": peaks,
-        "first_memory": first_memory,
-        "first_losses": {title: stamps[title][0].loss for title in titles},
-    }
+    raced = race(titles, folder, begin, num_rounds, check=check)
+    check_same(comparison, raced.stamps, expected, precision)
+    row = {"workload": name, "precision": precision, "data": data, "rates": raced.rates, "memory": raced.memory}
+    return row | {"peaks": raced.peaks, "first_memory": raced.first_memory}
 
 
 def parse(comparison: Comparison, description: str) -> argparse.Namespace:

@@ -16,7 +16,6 @@ Writes benchmarks/results/bounds.*; `--only runs` leaves the rows of other parts
 """
 
 import collections
-import json
 import math
 import os
 import sys
@@ -119,8 +118,7 @@ def main() -> int:
         harness.read_other_rows(arguments.output, group, "part", arguments.only) for group in ("rows", "problems")
     )
     minutes = dict.fromkeys(PARTS, 0.0)
-    if (file := arguments.output.with_suffix(".json")).exists():
-        minutes |= json.loads(file.read_text(encoding="utf-8"))["about"]["minutes"]
+    minutes |= harness.read(arguments.output).get("about", {}).get("minutes", {})
     for part in arguments.only:
         cases, share = PARTS[part]
         start = harness.clock()

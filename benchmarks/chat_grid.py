@@ -354,11 +354,9 @@ def main() -> None:
     packages = ("torch", "transformers", "accelerate", "peft")
     about = harness.about("make bench NAME=chat_grid", packages, threads=1)
     results: dict[str, Any] = {"about": about, "cells": [], "processes": []}
-    path = arguments.output.with_suffix(".json")
-    if path.exists():
-        old = json.loads(path.read_text())
-        if [old["about"][name] for name in ("versions", "python")] == [about["versions"], about["python"]]:
-            results |= {name: old[name] for name in ("cells", "processes")}
+    old = harness.read(arguments.output)
+    if old and [old["about"][name] for name in ("versions", "python")] == [about["versions"], about["python"]]:
+        results |= {name: old[name] for name in ("cells", "processes")}
     if "cells" in arguments.only:
         cases = list(
             itertools.product(*(getattr(arguments, name) for name in ("shapes", "dtypes", "tuned")), OBJECTIVES)

@@ -13,9 +13,7 @@ Shown is the largest |loss - safe's| / safe's of the first step and of all.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -43,12 +41,8 @@ def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[floa
     words += ["--recipe", recipe, "--global_batch_size", str(batch)]
     words += [*more.split(), *flags.split(), "--stop_after_step", str(STEPS)]
     words += ["--output_dir", str(work / "run"), "--overwrite_output_dir"]
-    environment = os.environ | {"HF_HOME": str(work / "cache"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").open()]
-    return [line["loss"] for line in lines if "loss" in line], ended.stdout
+    printed = harness.run(words, HF_HOME=work / "cache")
+    return [line["loss"] for line in harness.read_steps(work / "run")], printed
 
 
 def choice(printed: str) -> str:

@@ -170,9 +170,7 @@ def main() -> None:
             for seed in range(arguments.seeds):
                 rows += measure(data, normalization, seed, Path(folder), arguments.num_images)
     results = {"about": about, "rows": rows}
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "cifar10":
-        harness.write_part(harness.ROOT / "docs" / "cifar10.md", "cifar10", part(results))
+    harness.write(arguments.output, results, parts={"cifar10": ("cifar10.md", part(results))})
 
 
 def spread(values: list[float], form: str) -> str:
@@ -219,10 +217,6 @@ def count_lower(rows: list[dict[str, Any]]) -> str:
 
 def part(results: dict[str, Any]) -> str:
     return harness.part("cifar10.py", results["about"], tables(results))
-
-
-def markdown(results: dict[str, Any]) -> str:
-    return harness.page("ResNet on small images with k = 1, 4, 8", "cifar10.py", results["about"], tables(results))
 
 
 if __name__ == "__main__":

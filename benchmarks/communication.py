@@ -23,7 +23,6 @@ import os
 import runpy
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,38 +55,16 @@ def make_recipe(way: str, steps: int) -> Recipe:
     return recipes.load("gpt2_small_cpu", changes | {"max_train_steps": steps, "num_warmup_steps": steps // 10})
 
 
-def launch(program: Path, num_processes: int, threads: int, flags: list[str]) -> None:
-    """Launch a program, and end this one if it fails."""
-    config = "cpu.yaml" if num_processes == 1 else "2xcpu.yaml"
-    more = ["--num_processes", str(num_processes)] if num_processes > 2 else []
-    words = [*harness.launch(program, "no", config, "--quiet", *more), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(harness.ROOT)}
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-
-
 def train(way: str, seed: int, steps: int, work: Path, threads: int) -> float:
     """Train a way with a seed, unless that was done before; its last held-out loss."""
     recipe, folder = make_recipe(way, steps), work / f"{way}-{seed}"
-    file, stamp = work / f"{way}.yaml", folder.with_suffix(".command")
-    command = f"{recipe.fingerprint} {WAYS[way][2]}"
-    if not (stamp.exists() and stamp.read_text() == command and (folder / "all_results.json").exists()):
-        shutil.rmtree(folder, ignore_errors=True)
-        work.mkdir(parents=True, exist_ok=True)
-        file.write_text(recipe.to_yaml(), encoding="utf-8")
-        flags = ["--recipe", str(file), "--seed", str(seed), "--output_dir", str(folder), "--speed", "safe"]
-        num_processes = WORKERS if WAYS[way][2] else 1
-        launch(
-            harness.ROOT / "scripts" / "pretrain_gpt2.py",
-            num_processes,
-            max(1, threads // num_processes),
-            [*flags, *WAYS[way][2].split()],
-        )
-        stamp.write_text(command)
-        for path in [*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return float(json.loads((folder / "all_results.json").read_text())["eval_loss"])
+    file, num_processes = work / f"{way}.yaml", WORKERS if WAYS[way][2] else 1
+    work.mkdir(parents=True, exist_ok=True)
+    file.write_text(recipe.to_yaml(), encoding="utf-8")
+    words = harness.launch_on(harness.ROOT / "scripts" / "pretrain_gpt2.py", num_processes)
+    words += ["--recipe", str(file), "--seed", str(seed), "--speed", "safe", *WAYS[way][2].split()]
+    made = f"{recipe.fingerprint} {WAYS[way][2]}"
+    return float(harness.train_once(words, folder, made, max(1, threads // num_processes))["eval_loss"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +131,7 @@ def count_bytes(way: str, work: Path) -> dict[str, float]:
     recipe.write_text(make_recipe(way, TRACED).to_yaml(), encoding="utf-8")
     flags = ["--recipe", str(recipe), "--output_dir", str(folder), "--speed", "safe", *WAYS[way][2].split()]
     program = harness.ROOT / "scripts" / "pretrain_gpt2.py"
-    launch(Path(__file__), WORKERS, 1, ["--trace", str(file), str(program), *flags])
+    harness.run([*harness.launch_on(__file__, WORKERS), "--trace", file, program, *flags], threads=1)
     sent = json.loads(file.read_text(encoding="utf-8"))
     sent = {kind: num_bytes / (TRACED // 2) for kind, num_bytes in sorted(sent.items())}
     lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -193,9 +170,7 @@ def main() -> None:
             print(way, seed, loss, file=sys.stderr, flush=True)
     packages = ("torch", "transformers", "accelerate")
     results["about"] = harness.about("make bench NAME=communication", packages, threads=arguments.threads)
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "communication":
-        harness.write_part(harness.ROOT / "docs" / "communication.md", "communication", part(results))
+    harness.write(arguments.output, results, parts={"communication": ("communication.md", part(results))})
 
 
 def describe(results: dict[str, Any]) -> str:
@@ -225,10 +200,6 @@ def describe(results: dict[str, Any]) -> str:
 
 def part(results: dict[str, Any]) -> str:
     return harness.part("communication.py", results["about"], describe(results))
-
-
-def markdown(results: dict[str, Any]) -> str:
-    return harness.page("Less communication", "communication.py", results["about"], describe(results))
 
 
 if __name__ == "__main__":

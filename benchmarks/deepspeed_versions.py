@@ -32,7 +32,6 @@ from stepaudit.judge import Comparison, compare
 from stepaudit.script import BATCH, WINDOW, Variation
 
 PROGRAM = Path(__file__).parent / "packages" / "deepspeed_zero.py"
-DOCUMENT = harness.ROOT / "docs" / "deepspeed.md"
 VERSIONS = ("0.15.0", "0.15.4", "0.16.9", "0.17.5", "0.17.6", "0.18.2", "0.18.3", "0.18.9", "0.19.0", "0.19.8")
 """The first and the last of 0.15 to 0.19, of the minor versions between them the last, and those around a change of numbers."""
 NEEDED = ("hjson", "py-cpuinfo", "psutil", "pydantic", "einops", "msgpack", "ninja", "packaging", "tqdm")
@@ -115,7 +114,7 @@ def describe(comparison: Comparison) -> dict[str, Any]:
     findings = [
         {"cause": f.cause, "where": f.where, "evidence": f.evidence} for f in comparison.findings if not f.is_harmless
     ]
-    return {"is_exact": comparison.is_exact, "error": max(comparison.errors, default=0.0), "findings": findings}
+    return {"is_exact": comparison.is_exact, "findings": findings}
 
 
 def say_last(error: Exception) -> str:
@@ -277,9 +276,8 @@ def main() -> None:
             else:
                 rows += measure_version(version, folder)
             rows.sort(key=lambda row: to_numbers(row["version"]))
-            harness.write(arguments.output, results, markdown(results), is_last=version == arguments.only[-1])
-            if arguments.output == harness.RESULTS / "deepspeed_versions":
-                harness.write_part(DOCUMENT, "deepspeed", part(results))
+            parts, is_last = {"deepspeed": ("deepspeed.md", part(results))}, version == arguments.only[-1]
+            harness.write(arguments.output, results, markdown(results), is_last, parts)
     if wrong := [f"{row['version']}, ZeRO {row['zero']}, {row['layout']}" for row in rows if not row["agrees"]]:
         sys.exit(f"ERROR: audit and weights disagree in {'; '.join(wrong)}")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from doctored.cases import AGAIN, BLIND, CHECK, FIT, FRESH, FRESH_TWINS, TWINS, read_cases
-from harness import ROOT, about, flags, open_work_folder, page, table, write, write_part
+from harness import ROOT, about, flags, open_work_folder, page, read, table, write
 from harness import part as harness_part
 
 KEPT = Path(__file__).parent / "doctored"
@@ -247,8 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    file = chosen.output.with_suffix(".json")
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    earlier = read(chosen.output)
     with open_work_folder(chosen.work) as work:
         if chosen.train is not None:
             for group in [chosen.group] if chosen.group else GROUPS:
@@ -260,9 +259,8 @@ def main(argv: list[str] | None = None) -> None:
         "note": NOTE,
         "about": about("make bench NAME=doctor", ["torch", "numpy"], 1),
     }
-    write(chosen.output, results, markdown(results))
-    if results["cost"]:
-        write_part(ROOT / "docs" / "doctor.md", "doctor", part(results))
+    parts = {"doctor": ("doctor.md", part(results))} if results["cost"] else {}
+    write(chosen.output, results, markdown(results), parts=parts)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Results of workloads and batches that are not run are kept from the old file.
   a large batch.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -26,13 +25,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import beside
 import harness
 import numpy as np
-from harness import Program, peak_memory, running_time
+from beside import PEERS
+from harness import Program
 
-PEERS = harness.ROOT / "benchmarks" / "peers"
 sys.path.insert(0, str(PEERS))
-import clock
+
 import embedding_trainers
 
 SIZE, NUM_STEPS = 32, 2  # samples embedded at a time; steps of a round
@@ -104,47 +104,12 @@ def measure(name: str, batch: int, num_rounds: int, work: Path, threads: int) ->
     pairs = work / f"{name}.jsonl"
     folder = harness.write_recipe(folder, values | {"train_file": [str(pairs)]})
     data = embedding_trainers.prepare(folder)
-    files = {title: folder / f"{title}.stamps" for title in (OURS, OTHER)}
-    programs: dict[str, Program] = {}
-
-    def run(title: str, num_steps: int) -> None:
-        programs[title].run_until(lambda: len(clock.read(files[title])[1]) >= num_steps)
-
-    try:
-        # At its first start our script measures its kernels and rehearses the longest texts, and remembers what fits
-        for title in (OURS, *files):
-            if title in programs:
-                programs[title].kill()
-            files[title].unlink(missing_ok=True)
-            programs[title] = start(title, folder, threads)
-            run(title, 1)
-        for number in range(num_rounds):
-            for title in [OURS, OTHER] if number % 2 else [OTHER, OURS]:
-                run(title, 1 + (number + 1) * NUM_STEPS)
-        stamps = {title: clock.read(files[title])[1] for title in files}
-        peaks = {title: peak_memory(clock.read(files[title])[0]) for title in files}
-    finally:
-        for program in programs.values():
-            program.kill()
-    losses = [stamps[title][0].loss for title in files]
+    raced = beside.race([OURS, OTHER], folder, lambda title: start(title, folder, threads), num_rounds, (1, NUM_STEPS))
+    losses = [stamps[0].loss for stamps in raced.stamps.values()]
     if not abs(losses[0] - losses[1]) <= SAME_LOSS * losses[0]:
         sys.exit(f"the first losses of {name} differ: {losses}")
-    rates: dict[str, list[float]] = {}
-    for title in files:
-        ends = [running_time(programs[title].turns, stamp.time) for stamp in stamps[title]]
-        edges = ends[: 1 + num_rounds * NUM_STEPS : NUM_STEPS]
-        rates[title] = [batch * NUM_STEPS / (end - begin) for begin, end in itertools.pairwise(edges)]
-    base = {title: int(Path(f"{file}.base").read_text()) * 1024 / 1e9 for title, file in files.items()}
-    row = {
-        "name": f"{name}, {batch}",
-        "workload": name,
-        "batch": batch,
-        "data": data,
-        "losses": losses,
-        "rates": rates,
-        "peaks": peaks,
-    }
-    return row | {"memory": {title: peaks[title] - base[title] for title in files}}
+    row = {"name": f"{name}, {batch}", "workload": name, "batch": batch, "data": data, "losses": losses}
+    return row | {"rates": raced.rates, "peaks": raced.peaks, "memory": raced.memory}
 
 
 def main() -> None:

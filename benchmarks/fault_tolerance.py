@@ -18,7 +18,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -201,13 +200,11 @@ def disturb(
     return {
         "kind": kind,
         "program": program,
-        "processes": num_processes,
         "happened": times if call is not nothing else num_late,
         "done_again": sum("done again" in event["event"] for event in events),
         "seconds_until_steps_go_on": [watch.seconds_until_steps_go_on(*moment) for moment in moments]
         if has_pause
         else [],
-        "at_the_end": len(digests),
         "seconds": harness.clock() - begin,
         "problems": problems,
     }
@@ -227,9 +224,9 @@ def compare(output_dir: Path, reference: Path) -> list[str]:
     return problems
 
 
-def in_a_process(call: Callable[[], object], log: Path, environment: dict[str, str] | None = None) -> None:
+def in_a_process(call: Callable[[], object], log: Path) -> None:
     """Call something in a process of its own; this one computes nothing, so that it can be forked."""
-    _, status = os.waitpid(fork(call, log, environment or {}), 0)
+    _, status = os.waitpid(fork(call, log, {}), 0)
     if status:
         raise RuntimeError(log.read_text(errors="replace")[-3000:])
 
@@ -314,19 +311,16 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget the results so far")
     arguments = parser.parse_args()
     load_scripts()
-    file = arguments.output.with_suffix(".json")
     results = {"runs": [], "sharded": [], "overhead": {}}
-    if file.exists() and not arguments.fresh:
-        results |= json.loads(file.read_text(encoding="utf-8"))
+    results |= {} if arguments.fresh else harness.read(arguments.output)
 
     def write() -> None:
         results["about"] = harness.about(
             "make chaos", ("torch", "accelerate", "transformers", "torchft"), 1, replicas=NUM_REPLICAS, steps=STEPS
         )
         results["problems"] = find_problems(results)
-        harness.write(arguments.output, results, markdown(results), is_last=False)
-        if arguments.output == harness.RESULTS / "fault_tolerance":
-            harness.write_part(ROOT / "docs" / "fault-tolerance.md", "fault-tolerance", part(results))
+        parts = {"fault-tolerance": ("fault-tolerance.md", part(results))}
+        harness.write(arguments.output, results, markdown(results), is_last=False, parts=parts)
 
     with harness.open_work_folder(arguments.work) as work:
         if "chaos" in arguments.only:

@@ -66,8 +66,7 @@ PICTURES = {"light": ROOT / "docs" / "curve-light.svg", "dark": ROOT / "docs" / 
 def launch(num_processes: int, words: list[Any], folder: Path) -> subprocess.Popen:
     """Start a program and its flags on N processes of one thread each."""
     program, *flags = map(str, words)
-    config = "cpu.yaml" if num_processes == 1 else "2xcpu.yaml"
-    command = harness.launch(program, "no", config, "--num_processes", str(num_processes))
+    command = harness.launch_on(program, num_processes)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "home")}
     log = (folder / "log").open("a")
     return subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -137,7 +136,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw earlier results")
     arguments = parser.parse_args()
     if arguments.draw:
-        results = json.loads(arguments.output.with_suffix(".json").read_text(encoding="utf-8"))
+        results = harness.read(arguments.output)
     else:
         import chat_trainers
 
@@ -151,7 +150,7 @@ def main() -> None:
         for run in runs:
             run["losses"] = [round(loss, 8) for loss in run["losses"]]
             assert len(run["losses"]) == NUM_STEPS, (run["name"], len(run["losses"]))
-        results = {"about": about, "batch": BATCH, "runs": runs}
+        results = {"about": about, "runs": runs}
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "figures":
         for theme, path in PICTURES.items():

@@ -42,8 +42,7 @@ def accuracies(train_file: Path) -> list[dict]:
             output_dir = Path(folder) / str(number)
             words = launch(train_file, output_dir, config, flags)
             seconds = harness.seconds(partial(subprocess.run, words, check=True, stdout=subprocess.DEVNULL))
-            lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-            losses = np.array([line["loss"] for line in lines if "loss" in line])
+            losses = np.array([line["loss"] for line in harness.read_steps(output_dir)])
             reference = losses if reference is None else reference
             results = json.loads((output_dir / "all_results.json").read_text())
             row = {"cut": title, "steps": len(losses), "accuracy": results["eval_accuracy"], "f1": results["eval_f1"]}

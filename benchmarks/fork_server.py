@@ -5,7 +5,6 @@ own log, and can be killed at a chosen moment. `Server` is the benchmark's end; 
 """
 
 import contextlib
-import faulthandler
 import gc
 import json
 import os
@@ -16,10 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from forked import fork, make_environments
+
+from samestep.errors import exit_code
+
 TIMEOUT = 120  # seconds after which a session hangs
 ALONE = 15  # seconds that processes get to end after one of them has failed
 SLOW = 0.02  # seconds that a slow disk takes at most
@@ -42,7 +46,10 @@ class Server:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "-1,-1",  # as in 2xcpu.yaml
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(ROOT / "tests" / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             "PYTHONWARNINGS": "ignore",
         }
         self.process = subprocess.Popen(
@@ -116,10 +123,11 @@ def _session(
         began, or null; first_step: after which it began; saves: how long each save took that was seen from begin to end.
     """
     logs = [Path(f"{log}.{rank}") for rank in range(num_processes)]
-    environments = _environments(num_processes)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        environments = make_environments(num_processes, free.getsockname()[1])
     partials = _partials(output_dir)
     start = time.monotonic()
-    pids = [_fork(call, arguments, *pair) for pair in zip(logs, environments, strict=True)]
+    pids = [fork(lambda: exit_code(lambda: call(*arguments)), *pair) for pair in zip(logs, environments, strict=True)]
     codes: dict[int, int] = {}
     saves, save, num_saves, printed, training, first_step = [], None, 0, 0, None, 0
     deadline, kill_time, is_killed, has_timed_out = start + timeout, None, False, False
@@ -172,18 +180,6 @@ def _session(
     }
 
 
-def _environments(num_processes: int) -> list[dict[str, str]]:
-    """Make the environment variables that `accelerate launch` gives each process: none, if it is the only one."""
-    if num_processes == 1:
-        return [{}]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    size = str(num_processes)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    common["ACCELERATE_MIXED_PRECISION"] = "no"
-    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
-
-
 def _partials(output_dir: str | None) -> set[tuple[str, int]]:
     """List the saves that have begun and not ended: the folders' names and times of change."""
     partials = set()
@@ -192,32 +188,6 @@ def _partials(output_dir: str | None) -> set[tuple[str, int]]:
             if entry.name.startswith(".checkpoint-") and entry.name.endswith(".partial"):
                 partials.add((entry.name, entry.stat().st_mtime_ns))
     return partials
-
-
-def _fork(call, arguments: list, log: Path, environment: dict[str, str]) -> int:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        for opened, target in ((nothing, 0), (file, 1), (file, 2)):
-            os.dup2(opened, target)
-        sys.stdout.reconfigure(line_buffering=True)
-        faulthandler.enable()
-        os.environ.update(environment)
-        from samestep.errors import exit_code
-
-        code = exit_code(lambda: call(*arguments))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def _slow_disk() -> None:

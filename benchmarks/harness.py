@@ -10,13 +10,14 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,55 @@ def launch(program: str | Path, precision: str = "no", config: str = "cpu.yaml",
     return [*words, str(ROOT / "accelerate_configs" / config), "--mixed_precision", precision, str(program)]
 
 
+def launch_on(program: str | Path, num_processes: int, *more: str) -> list[str]:
+    """Give the words that launch a program on N processes, in float32."""
+    flags = ["--num_processes", str(num_processes)] if num_processes > 2 else []
+    return launch(program, "no", "cpu.yaml" if num_processes == 1 else "2xcpu.yaml", "--quiet", *flags, *more)
+
+
+def run(words: Sequence[str | Path], threads: int | None = None, **environment: str | Path) -> str:
+    """Run a program to its end, quietly; what it printed. Ends this program with its last words where it fails.
+
+    Args:
+        threads: OMP_NUM_THREADS; None: as it is.
+        environment: variables beside those that are set.
+    """
+    words, given = list(map(str, words)), {name: str(value) for name, value in environment.items()}
+    given |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(ROOT)}
+    given |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    ended = subprocess.run(words, env=os.environ | given, capture_output=True, text=True)
+    if ended.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
+    return ended.stdout
+
+
+def train_once(words: Sequence[str], folder: Path, made: str, threads: int, kept: Iterable[str] = ()) -> dict[str, Any]:
+    """Train to the end, unless that was done before; all_results.json.
+
+    Args:
+        words: of the program, without --output_dir.
+        folder: of the run, of which checkpoints and weights are removed.
+        made: what the run depends on, as text: another one is trained anew.
+        kept: names of what is not removed.
+    """
+    stamp = folder.with_suffix(".command")
+    if not (stamp.exists() and stamp.read_text() == made and (folder / "all_results.json").exists()):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        run([*words, "--output_dir", folder], threads)
+        stamp.write_text(made)
+        heavy = {path for pattern in ("checkpoint-*", "*.safetensors", "best") for path in folder.glob(pattern)}
+        for path in heavy - {folder / name for name in kept}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return json.loads((folder / "all_results.json").read_text())
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Read the lines of a run's steps."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if "loss" in line]
+
+
 class Program:
     """A program in a process group of its own, stopped until its turn: programs that are compared share the machine's moods.
 
@@ -224,8 +274,7 @@ def train_seconds(folder: Path, turn: float) -> float:
         folder: of the run, whose metrics.jsonl is read.
         turn: see `mean_step_seconds`.
     """
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = read_steps(folder)
     seconds = [line["seconds"] for line in steps if "grad_signal" not in line]
     return len(steps) * mean_step_seconds(seconds, turn)
 
@@ -282,9 +331,8 @@ def read_other_rows(output: Path, group: str, key: str, measured: Iterable[str])
         key: field of a row that names what it measured.
         measured: names that are measured anew.
     """
-    file, again = output.with_suffix(".json"), set(measured)
-    rows = json.loads(file.read_text(encoding="utf-8"))[group] if file.exists() else []
-    return [row for row in rows if row[key] not in again]
+    again = set(measured)
+    return [row for row in read(output).get(group, []) if row[key] not in again]
 
 
 def write_recipe(folder: Path, values: dict[str, Any]) -> Path:
@@ -319,11 +367,33 @@ def format_results(results: Any, depth: int = 0) -> str:
     return opening + "\n" + ",\n".join(lines) + "\n" + "  " * depth + closing
 
 
-def write(output: Path, results: dict[str, Any], page: str, is_last: bool = True) -> None:
-    """Write OUTPUT.json and OUTPUT.md; print the latter where nothing more is measured."""
+def read(output: Path) -> dict[str, Any]:
+    """Read earlier results; none are empty."""
+    file = output.with_suffix(".json")
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def write(
+    output: Path,
+    results: dict[str, Any],
+    page: str | None = None,
+    is_last: bool = True,
+    parts: Mapping[str, tuple[str, str]] | None = None,
+) -> None:
+    """Write OUTPUT.json, OUTPUT.md where there is a page, and parts of documents where OUTPUT is where results are kept.
+
+    Args:
+        is_last: print page or parts, as nothing more is measured.
+        parts: name of a part -> file in docs/, and text; see `write_part`.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".json").write_text(format_results(results) + "\n", encoding="utf-8")
-    output.with_suffix(".md").write_text(page, encoding="utf-8")
+    if page is not None:
+        output.with_suffix(".md").write_text(page, encoding="utf-8")
+    for name, (document, text) in (parts or {}).items():
+        if output.parent == RESULTS:
+            write_part(ROOT / "docs" / document, name, text)
+        page = page or text
     if is_last:
         print(page)
 

@@ -37,7 +37,7 @@ UNITS = {"GiB": 2**30, "GB": 1e9}
 @functools.cache
 def read_rows(kind: str) -> Any:
     """Read the published rows, memory or time, or the programs, models or sources."""
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
+    return yaml.load(PUBLISHED.read_text(encoding="utf-8"), yaml.CSafeLoader)[kind]
 
 
 def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> PeerDecoder:
@@ -268,7 +268,7 @@ def compare_scaling(rows: list[dict[str, Any]], same: Sequence[str] = SAME) -> l
 
 def measure() -> dict[str, Any]:
     """Make all comparisons."""
-    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+    published = yaml.load(PUBLISHED.read_text(encoding="utf-8"), yaml.CSafeLoader)
     programs = published["programs"]
     time = compare_time(read_speeds())
     return {
@@ -293,9 +293,9 @@ def summarize(rows: list[dict[str, Any]], key: str = "error") -> dict[str, tuple
     return {source: (len(values), statistics.median(values), max(values)) for source, values in errors.items()}
 
 
-def share_within(rows: list[dict[str, Any]], limit: float, key: str = "error") -> float:
+def share_within(rows: list[dict[str, Any]], limit: float) -> float:
     """Compute the share of rows whose error is at most `limit`."""
-    return statistics.mean(abs(row[key]) <= limit for row in rows if row[key] is not None)
+    return statistics.mean(abs(row["error"]) <= limit for row in rows if row["error"] is not None)
 
 
 def read_unfitted_gpts() -> list[dict[str, Any]]:
@@ -487,9 +487,8 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     arguments = harness.flags("language_models", __doc__).parse_args()
     results = measure()
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "language_models":
-        harness.write_part(harness.ROOT / "docs" / "planner.md", "language models", describe(results))
+    parts = {"language models": ("planner.md", describe(results))}
+    harness.write(arguments.output, results, markdown(results), parts=parts)
     for name, limit, parts in (("memory", 0.15, "items"), ("time", 0.25, "seconds")):
         rows = results[name]
         for source, (count, middle, worst) in summarize(rows).items():

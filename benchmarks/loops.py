@@ -80,10 +80,7 @@ def measure(reference: list[Recording], loop: str, model: str, b: int, k: int, n
 
 
 def main() -> None:
-    parser = harness.flags("loops", __doc__)
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "exactness.md", help="gets the tables too")
-    arguments = parser.parse_args()
-
+    arguments = harness.flags("loops", __doc__).parse_args()
     references = {model: run("exact", model, 32, 1) for model in MODELS}
     rows = []
     for num_processes, cases in ((1, CASES_ON_ONE_PROCESS), (2, CASES_ON_TWO_PROCESSES)):
@@ -92,8 +89,7 @@ def main() -> None:
             print(loop, model, rows[-1]["layout"], _cell(rows[-1]), file=sys.stderr, flush=True)
     packages = ("torch", "accelerate", "transformers", "lightning")
     results = {"about": harness.about("make bench NAME=loops", packages, tolerance=TOLERANCE), "rows": rows}
-    harness.write(arguments.output, results, markdown(results))
-    harness.write_part(arguments.document, "loops", part(results))
+    harness.write(arguments.output, results, parts={"loops": ("exactness.md", part(results))})
 
 
 def _cell(row: dict) -> str:
@@ -148,10 +144,6 @@ def tables(results: dict) -> str:
 
 def part(results: dict) -> str:
     return harness.part("loops.py", results["about"], tables(results))
-
-
-def markdown(results: dict) -> str:
-    return harness.page("Loops beside the exact step", "loops.py", results["about"], tables(results))
 
 
 if __name__ == "__main__":

@@ -365,7 +365,6 @@ def run_once(work: Path, number: int, kind: str, mode: str, corpus: Path, refere
         row["step"] = cluster.step
         row["load"] = os.getloadavg()[0]
         row["seconds_to_next_step"] = strike(cluster, kind, rng)
-        row["next_step"] = cluster.step
         wait_for(lambda: all(machine.has_ended for machine in cluster.machines), PATIENCE, "the end of all machines")
         codes = [machine.process.returncode for machine in cluster.machines]
         if any(codes):
@@ -395,9 +394,8 @@ def main() -> int:
         os.environ["HF_HOME"] = str(work / "cache")
         corpus = write_corpus(work)
         references = {mode: make_reference(work / mode, corpus, flags) for mode, flags in MODES.items()}
-        rows, file = [], arguments.output.with_suffix(".json")
-        if arguments.go_on and file.exists():
-            before = json.loads(file.read_text(encoding="utf-8"))
+        rows = []
+        if arguments.go_on and (before := harness.read(arguments.output)):
             if before["about"]["seed"] != arguments.seed:
                 sys.exit(f"the results are of seed {before['about']['seed']}: give --seed {before['about']['seed']}")
             rows = before["rows"]

@@ -11,7 +11,6 @@ written after every model, so that what was interrupted goes on with those that 
 """
 
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -186,9 +185,8 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     rows: dict[str, list[dict]] = {}
-    file = arguments.output.with_suffix(".json")
-    if set(arguments.only) < set(models) and file.exists():
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+    if set(arguments.only) < set(models):
+        for row in harness.read(arguments.output).get("rows", []):
             rows.setdefault(row["recipe"].split()[0], []).append(row)
     for name in arguments.only:
         rows[name] = list(trace_model(name, models[name]))
@@ -198,9 +196,8 @@ def main() -> None:
         seconds = sum(row["seconds"] for row in found)
         about = harness.about("make bench NAME=memory", ("torch", "transformers"), seconds=seconds)
         results, is_last = {"about": about, "rows": found}, name == arguments.only[-1]
-        harness.write(arguments.output, results, markdown(results), is_last)
-        if arguments.output == harness.RESULTS / "memory":
-            harness.write_part(harness.ROOT / "docs" / "planner.md", "memory", describe(results))
+        parts = {"memory": ("planner.md", describe(results))}
+        harness.write(arguments.output, results, markdown(results), is_last, parts)
     if missing := [name for name in models if name not in rows]:
         print(f"not traced yet: --only {' '.join(missing)}")
     for row in found:

@@ -163,9 +163,8 @@ def main() -> None:
             row[value] = {program: [race[program][number] for race in races] for program in (classic, modern)}
         rows.append(row)
         results = {"about": about, "rows": rows}
-        harness.write(arguments.output, results, markdown(results), is_last=name == arguments.only[-1])
-        if arguments.output == harness.RESULTS / "modern":
-            harness.write_part(harness.ROOT / "docs" / "optimizers.md", "modern", part(results))
+        parts, is_last = {"modern": ("optimizers.md", part(results))}, name == arguments.only[-1]
+        harness.write(arguments.output, results, markdown(results), is_last, parts)
 
 
 def describe(results: dict[str, Any]) -> str:

@@ -108,9 +108,7 @@ def main() -> None:
         results["rounding"] = measure_rounding()
     if "cost" in arguments.only:
         results["cost"] = measure_cost(arguments.rounds)
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "muon":
-        harness.write_part(harness.ROOT / "docs" / "optimizers.md", "muon", part(results))
+    harness.write(arguments.output, results, parts={"muon": ("optimizers.md", part(results))})
 
 
 def cost_share(cost: dict[str, list[float]]) -> float:
@@ -139,10 +137,6 @@ def tables(results: dict[str, Any]) -> str:
 
 def part(results: dict[str, Any]) -> str:
     return harness.part("muon.py", results["about"], tables(results))
-
-
-def markdown(results: dict[str, Any]) -> str:
-    return harness.page("Muon's orthogonalization", "muon.py", results["about"], tables(results))
 
 
 if __name__ == "__main__":

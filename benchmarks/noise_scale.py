@@ -15,9 +15,7 @@ import argparse
 import copy
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -218,11 +216,7 @@ def measure_coverage(kind: str, layout: str, num_runs: int, num_measurements: in
         words += ["--train", kind, "--recipe", str(file), "--output_dir", str(output), "--speed", "safe"]
         words += ["--noise_scale_steps", "1", "--logging_steps", "100", *flags.split()]
         words += [] if "--dtype" in flags else ["--dtype", "float64"]
-        done = subprocess.run(
-            words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        )
-        if done.returncode:
-            sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
+        harness.run(words, threads=1)
         terms = dict(enumerate(TwoTerms.loss_weights)) if kind == "two_terms" else {}
         names = {None: kind} | {term: f"{kind}, {name} alone" for term, name in terms.items()}
         judged = {term: judge(kind, output, num_measurements, term) for term in names}

@@ -248,9 +248,7 @@ def main() -> None:
         rows = measure(arguments.links, arguments.rounds, arguments.pace, folder)
     about = harness.about("make bench NAME=overlap", ("torch",), threads=1, rounds=arguments.rounds)
     results = {"about": about, "rows": rows, "plans": plan_buckets()}
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "overlap":
-        harness.write_part(harness.ROOT / "docs" / "overlap.md", "overlap", part(results))
+    harness.write(arguments.output, results, parts={"overlap": ("overlap.md", part(results))})
 
 
 def part(results: dict[str, Any]) -> str:
@@ -283,10 +281,6 @@ def describe(results: dict[str, Any]) -> str:
         f"{harness.table(columns, rows)}\nBy the planner, time of a step with other buckets over that with 25 MiB, k = 1:\n\n"
         f"{harness.table(heads, plans)}"
     )
-
-
-def markdown(results: dict[str, Any]) -> str:
-    return harness.page("Overlap and buckets", "overlap.py", results["about"], describe(results))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,9 @@ A run that is finished is not done again: WORK/WAY-SEED holds it. Remove the fol
 
 import dataclasses
 import json
-import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,16 +91,10 @@ def measure_reach(num_seeds: int, work: Path, threads: int) -> dict[str, Any]:
 
 def run(file: Path, output: Path, num_processes: int, flags: str) -> list[dict[str, Any]]:
     """Train a tiny recipe; the lines of its steps."""
-    config = "cpu.yaml" if num_processes == 1 else "2xcpu.yaml"
-    more = ["--num_processes", str(num_processes)] if num_processes > 2 else []
-    words = harness.launch(harness.ROOT / "scripts" / "pretrain_gpt2.py", "no", config, "--quiet", *more)
+    words = harness.launch_on(harness.ROOT / "scripts" / "pretrain_gpt2.py", num_processes)
     words += ["--recipe", str(file), "--output_dir", str(output), "--speed", "safe", *flags.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(harness.ROOT)}
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    harness.run(words, threads=1)
+    return harness.read_steps(output)
 
 
 def measure_resume(num_points: int, work: Path) -> list[dict[str, Any]]:

@@ -227,10 +227,7 @@ class Victim:
         problems = differences(output_dir, self.reference)
         if newest < step:
             problems.append(f"the newest checkpoint is of step {newest}, and was of step {step} before")
-        num_damaged = len(checkpoint.checkpoints(output_dir)) - len(whole)
-        self.kills.append(
-            kill | {"was_saving": was_saving, "accepted": len(whole), "damaged": num_damaged, "step": newest}
-        )
+        self.kills.append(kill | {"was_saving": was_saving, "accepted": len(whole), "step": newest})
         self._note(problems, f"kill {len(self.kills)} ({kill})")
         return newest
 
@@ -256,17 +253,15 @@ class Victim:
             "while_starting": sum(kill["event"] == "start" for kill in self.kills),
             "runs_finished": self.num_runs,
             "checkpoints_compared": sum(kill["accepted"] for kill in self.kills),
-            "damaged_by_kill": sum(kill["damaged"] for kill in self.kills),
-            "save_ms": 1e3 * statistics.median(self.undisturbed["saves"] or [0]),
             "failed_checks": len(self.problems),
         }
 
 
-def kills(server: Server, work: Path, corpus: Path, num_kills: int, rng: random.Random, kinds=KINDS) -> list[Victim]:
+def kills(server: Server, work: Path, corpus: Path, num_kills: int, rng: random.Random) -> list[Victim]:
     """Kill `num_kills` times, in turns over the kinds of run."""
     victims, references = [], {}
-    for place, kind in enumerate(kinds):
-        share = num_kills // len(kinds) + (place < num_kills % len(kinds))
+    for place, kind in enumerate(KINDS):
+        share = num_kills // len(KINDS) + (place < num_kills % len(KINDS))
         if share:
             alike = kind.program, kind.num_processes
             victim = Victim(server, kind, work, corpus, rng, references.get(alike))
@@ -396,7 +391,6 @@ def save_costs(events: list[dict], every: int) -> dict:
     slower = [sum(seconds - step for seconds, is_writing in steps if is_writing) for steps in during]
     overlapped = [seconds for steps in during for seconds, is_writing in steps if is_writing]
     result["overlapped_steps"] = len(overlapped) / len(saves)
-    result["overlapped_step_seconds"] = statistics.median(overlapped) if overlapped else None
     result["slowed_seconds"] = statistics.median(slower)
     return result
 

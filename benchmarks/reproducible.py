@@ -18,11 +18,9 @@
 """
 
 import json
-import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -324,10 +322,7 @@ def measure_cost(name: str, work: Path, rounds: int) -> dict[str, Any]:
         words = harness.launch(ROOT / "scripts" / f"{program}.py", "no", "cpu.yaml", "--quiet")
         words += f"{flags} --max_train_steps {num_steps} --num_warmup_steps 1 --warmup_ratio none".split()
         words += f"--validation_fraction 0 --speed safe {more} --output_dir {folder} --overwrite_output_dir".split()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-        if ended.returncode:
-            sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
+        harness.run(words, threads=1)
         return statistics.median(line["seconds"] for line in all_metrics(folder)[2:])
 
     calls = {
@@ -401,8 +396,7 @@ def main() -> None:
     args = parser.parse_args()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
-    file = args.output.with_suffix(".json")
-    results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "moved": {}, "cost": []}
+    results = {"sweep": [], "moved": {}, "cost": []} | harness.read(args.output)
     about = harness.about("make bench NAME=reproducible", ("torch", "accelerate", "transformers"), 1)
     if args.only != ["grid"]:
         results["about"] = about
@@ -414,12 +408,11 @@ def main() -> None:
         draw(results["moved"], PICTURE)
     if "grid" in args.only:
         results["grid"] = {"about": about, "rows": measure_grid(args.work)}
-        if args.output == harness.RESULTS / "reproducible":
-            harness.write_part(ROOT / "docs" / "noise-and-batch-norm.md", "grid", describe_grid(results))
     if "cost" in args.only:
         results["cost"] = [measure_cost(name, args.work, args.rounds) for name in COSTS]
         results["digest"] = measure_digest(args.rounds)
-    harness.write(args.output, results, markdown(results))
+    parts = {"grid": ("noise-and-batch-norm.md", describe_grid(results))} if "grid" in results else {}
+    harness.write(args.output, results, markdown(results), parts=parts)
 
 
 if __name__ == "__main__":

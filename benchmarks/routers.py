@@ -9,7 +9,6 @@ metrics.jsonl, without the steps that a stop interrupted. That all losses of tok
 - Ratio: seconds of the run / those of the run without balance, of the same round; median, smallest and largest of the rounds.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -77,10 +76,7 @@ def run(kinds: list[str], num_micro_batches: int, num_steps: int, work: Path, th
     finally:
         for program in programs.values():
             program.kill()
-    first = {}
-    for kind in kinds:
-        lines = (folder / kind / "metrics.jsonl").read_text().splitlines()
-        first[kind] = next(line["loss"] for line in map(json.loads, lines) if "loss" in line)
+    first = {kind: harness.read_steps(folder / kind)[0]["loss"] for kind in kinds}
     if max(first.values()) - min(first.values()) > SAME_LOSS * first["none"]:
         sys.exit(f"the first losses differ: {first}")
     return {kind: harness.train_seconds(folder / kind, TURN) / num_steps for kind in kinds}

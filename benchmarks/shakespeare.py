@@ -15,7 +15,6 @@ precision on a CPU); ours once more in bf16, which is a choice of the launch fil
 - Cuts: the first 50 steps again with k = 4, and on two processes: largest relative difference of a step's loss.
 """
 
-import json
 import pickle
 import re
 import shutil
@@ -63,18 +62,12 @@ def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "",
     return Program(words, work, work / f"{name}.log", threads)
 
 
-def read_steps(work: Path, name: str) -> list[dict]:
-    """Read the step lines of a run of ours."""
-    lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
 def train_seconds(work: Path, name: str, turn: float = TURN) -> float:
     if name == "nanoGPT":
         matches = re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", (work / "nanogpt.log").read_text())
         seconds = [float(ms) / 1e3 for number, ms in matches if int(number) % 250]  # the others hold an evaluation
     else:
-        seconds = [line["seconds"] for line in read_steps(work, name)]
+        seconds = [line["seconds"] for line in harness.read_steps(work / name)]
     return STEPS * harness.mean_step_seconds(seconds, turn)
 
 
@@ -135,7 +128,7 @@ def main() -> None:
             harness.run_in_turns(programs.values(), TURN)
             rounds.append({n: (train_seconds(work, n), p.seconds) for n, p in programs.items()})
             print(rounds[-1], file=sys.stderr)
-        true = [line["loss"] for line in read_steps(work, "ours")[:CUT_STEPS]]
+        true = [line["loss"] for line in harness.read_steps(work / "ours")[:CUT_STEPS]]
         cuts = {}
         for name, flags, config in (
             ("k = 4, b = 3", "--per_device_train_batch_size 3", "cpu.yaml"),
@@ -143,7 +136,7 @@ def main() -> None:
         ):
             stop = f"{flags} --stop_after_step {CUT_STEPS}"
             ours(work, "cut", train_file, threads if config == "cpu.yaml" else 1, stop, "no", config).turn(None)
-            losses = [line["loss"] for line in read_steps(work, "cut")]
+            losses = [line["loss"] for line in harness.read_steps(work / "cut")]
             cuts[name] = max(abs(a / b - 1) for a, b in zip(losses, true, strict=True))
         validation = {"nanoGPT": nanogpt_validation(work)}
         validation |= {name: our_validation(work, name) for name in ("ours", "ours, bf16")}

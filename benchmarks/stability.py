@@ -22,22 +22,21 @@ import json
 import math
 import os
 import re
-import shutil
+import runpy
 import statistics
-import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import harness
+import torch
 
 from samestep.recipe.catalog import load
 from samestep.recipe.recipe import Recipe
+from samestep.training import launch
 
-FLIPPED = harness.ROOT / "benchmarks" / "flipped.py"
 PARTED = 0.01  # relative difference of a step's loss at which two curves have parted
 NUM_SEEDS, NUM_ROUNDINGS = 5, 7
 # Recipe -> script, and what is compared at the end: names in all_results.json.
@@ -104,6 +103,19 @@ def plan_runs(recipe: Recipe, precision: str = "bf16") -> dict[str, tuple[int, s
     return runs
 
 
+def run_flipped(script: str, *words: str) -> None:
+    """Train by a script from first weights of which every one differs in its last bit: by 1.2e-7 at most."""
+    prepare = launch.prepare
+
+    def prepare_flipped(accelerator, model, optimizer, *more):
+        for parameter in model.parameters():
+            parameter.data.view(torch.int32).bitwise_xor_(1)
+        return prepare(accelerator, model, optimizer, *more)
+
+    launch.prepare, sys.argv = prepare_flipped, [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
 def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work: Path, threads: int) -> dict[str, Any]:
     """Train to the end, unless that was done before.
 
@@ -113,9 +125,8 @@ def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work
     seed, precision, more, is_flipped = how
     folder = work / name / run.replace(", ", "-").replace(" ", "-")
     script = harness.ROOT / "scripts" / f"{RECIPES[name][0]}.py"
-    words = harness.launch(FLIPPED if is_flipped else script, precision, "cpu.yaml", "--quiet")
-    if is_flipped:
-        words.append(str(script))
+    words = harness.launch(__file__ if is_flipped else script, precision, "cpu.yaml", "--quiet")
+    words += ["--flipped", str(script)] if is_flipped else []
     words += ["--recipe", name, "--seed", str(seed), *more.split(), *FLAGS.get(name, "").split(), *flags.split()]
     if name in STARTS:
         start = work / STARTS[name] / "safe"
@@ -124,25 +135,9 @@ def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work
                 f"{name} starts from what {STARTS[name]} left in {start}: measure that first, --only {STARTS[name]}"
             )
         words += ["--model_name_or_path", str(start)]
-    words += ["--output_dir", str(folder)]
-    stamp = folder.with_suffix(".command")
-    command = " ".join(words[words.index("--recipe") :])
-    if not (stamp.exists() and stamp.read_text() == command and (folder / "all_results.json").exists()):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": str(threads)}
-        start = time.perf_counter()
-        ended = subprocess.run([*words, "--overwrite_output_dir"], env=environment, capture_output=True, text=True)
-        if ended.returncode:
-            sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-        stamp.write_text(command)
-        is_start = name in STARTS.values() and run == "safe"
-        weights = [] if is_start else ["model.safetensors", "best"]
-        for heavy in (*weights, *(path.name for path in folder.glob("checkpoint-*"))):
-            path = folder / heavy
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        print(f"{name}, {run}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    results = json.loads((folder / "all_results.json").read_text())
+    kept = ["model.safetensors", "best"] if name in STARTS.values() and run == "safe" else []
+    results = harness.train_once(words, folder, " ".join(words[words.index("--recipe") :]), threads, kept)
+    print(f"{name}, {run}: done", file=sys.stderr, flush=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     first = next(line for line in lines if "eval_loss" in line)
     return results | {"losses": [line["loss"] for line in lines if "loss" in line], "first": first}
@@ -197,6 +192,9 @@ def summarize(row: dict[str, Any], metric: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--flipped"]:
+        run_flipped(*sys.argv[2:])
+        return
     parser = harness.flags("stability", __doc__, only=RECIPES)
     parser.add_argument("--flags", default="", help="changes of the recipes, as on a script's command line")
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "stability", help="folder of the runs")
@@ -219,11 +217,11 @@ def main() -> None:
         rows.sort(key=lambda row: list(RECIPES).index(row["recipe"]))
         results = {"about": about, "rows": rows}
         if any("about" not in other for other in rows):
-            results["about"] = json.loads(arguments.output.with_suffix(".json").read_text(encoding="utf-8"))["about"]
+            results["about"] = harness.read(arguments.output)["about"]
         if arguments.output == harness.RESULTS / "stability":
-            harness.write_part(harness.ROOT / "docs" / "first-runs.md", "stability", part(results))
             write_expectation(name, row, about)
-        harness.write(arguments.output, results, markdown(results), number == len(names))
+        parts = {"stability": ("first-runs.md", part(results))}
+        harness.write(arguments.output, results, markdown(results), number == len(names), parts)
 
 
 def readable(metric: str) -> str:

@@ -12,7 +12,6 @@ import collections
 import concurrent.futures
 import contextlib
 import io
-import json
 import os
 import sys
 import tempfile
@@ -141,8 +140,8 @@ def main() -> None:
     rows.sort(key=lambda row: (tiny.ORDER.index(row["kind"]), row["head"]))
     about = harness.about("make bench NAME=state", ("torch", "transformers", "accelerate", "trl"), 1)
     results = {"about": about, "heads": rows, "trainers": trainers}
-    if (before := arguments.output.with_suffix(".json")).exists():
-        results["changes"] = find_changes(json.loads(before.read_text(encoding="utf-8")), results)
+    if before := harness.read(arguments.output):
+        results["changes"] = find_changes(before, results)
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "state":
         PAGE.write_text(markdown(results).replace(f"{DOCS}/", ""), encoding="utf-8")

@@ -140,10 +140,10 @@ def run_session(folder: Path, num_processes: int, first: int, last: int, victim:
     return list(codes.values())
 
 
-def measure_order(folder: Path, num_moves: int, seed: int = 0) -> dict[str, Any]:
+def measure_order(folder: Path, num_moves: int) -> dict[str, Any]:
     """Train over moves and kills; compare the rows with those of an undisturbed process."""
     folder.mkdir()
-    rng, step, noted, sessions, differing = random.Random(seed), 0, {}, [], 0
+    rng, step, noted, sessions, differing = random.Random(0), 0, {}, [], 0
     (folder / "state.json").write_text("{}")
     for move in range(num_moves):
         num_processes, last = rng.randint(1, MOST), step + rng.randint(3, 12)

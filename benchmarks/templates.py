@@ -29,7 +29,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from samestep.data.chat_templates import CONTROL_TOKEN, Renderer
 from samestep.errors import UsageError
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "chat-templates.md"
 HEADER = re.compile(r"\s*(<[^<>]*>)*\s*(assistant|model\n|Assistant|CHATBOT|<[|｜](assistant|Assistant|CHATBOT))")
 WORD = re.compile(r"w\d+x")
 CALL = "w0x"
@@ -205,14 +204,9 @@ def part(results: dict) -> str:
     return harness.part("templates.py", results["about"], tables(results))
 
 
-def markdown(results: dict) -> str:
-    return harness.page("Chat templates", "templates.py", results["about"], tables(results))
-
-
 def main() -> None:
     parser = harness.flags("templates", __doc__)
     parser.add_argument("--num_drawn", type=harness.positive, default=200, help="drawn chats for each template [200]")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="gets the table too")
     arguments = parser.parse_args()
     rows = {}
     for name, template in templates().items():
@@ -224,8 +218,7 @@ def main() -> None:
             file=sys.stderr,
         )
     results = {"about": harness.about("make bench NAME=templates", ("trl", "transformers", "jinja2")), "rows": rows}
-    harness.write(arguments.output, results, markdown(results))
-    harness.write_part(arguments.document, "templates", part(results))
+    harness.write(arguments.output, results, parts={"templates": ("chat-templates.md", part(results))})
 
 
 if __name__ == "__main__":

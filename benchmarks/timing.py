@@ -110,7 +110,7 @@ def published_work(shape: dict, row: dict, software: dict) -> Work:
 
 def find_fitted(rows: list[Any]) -> list[Any]:
     """Find the rows whose sources are not held out."""
-    sources = yaml.safe_load(PUBLISHED.read_text())["sources"]
+    sources = yaml.load(PUBLISHED.read_text(), yaml.CSafeLoader)["sources"]
     held_out = find_held_out() | {name for name, source in sources.items() if source.get("held_out")}
     return [row for row in rows if row.published["source"] not in held_out]
 
@@ -122,7 +122,7 @@ def read_others() -> list[Any]:
 
 def read(path: Path = PUBLISHED, kind: str = "rows") -> list[Row]:
     """Read published rows: `rows`, or the GPTs of the kind `sharded`."""
-    published = yaml.safe_load(path.read_text())
+    published = yaml.load(path.read_text(), yaml.CSafeLoader)
     rows = []
     for row in published[kind]:
         machine = hardware.parse(row["hardware"])
@@ -425,9 +425,8 @@ def markdown(results: dict) -> str:
 def main() -> None:
     arguments = harness.flags("timing", __doc__).parse_args()
     results = measure(read())
-    harness.write(arguments.output, results, markdown(results))
-    if arguments.output == harness.RESULTS / "timing":
-        harness.write_part(harness.ROOT / "docs" / "planner.md", "time", describe(results))
+    parts = {"time": ("planner.md", describe(results))}
+    harness.write(arguments.output, results, markdown(results), parts=parts)
     for source, (count, middle, worst) in summarize(results["rows"], "without_source").items():
         print(f"{source:16} {count:3} rows, without it: median {middle:.1%}, worst {worst:.1%}")
     for term, share, error in term_shares(results["rows"], "seconds"):

@@ -178,7 +178,6 @@ def markdown(results: dict) -> str:
 
 def main() -> None:
     parser = harness.flags("verdicts", __doc__)
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "audit-limits.md", help="gets the tables too")
     parser.add_argument("--first_sight", type=int, metavar="ROUND", help="judge programs that are new, and log it")
     arguments = parser.parse_args()
     with Server() as server:
@@ -191,9 +190,8 @@ def main() -> None:
             print(f"{row['program']:50} {row['verdict']} {row['seconds']} s", file=sys.stderr, flush=True)
             rows.append(row)
     results = {"about": harness.about("make bench NAME=verdicts", PACKAGES, tolerance=corpus.TOLERANCE), "rows": rows}
-    harness.write(arguments.output, results, markdown(results))
-    harness.write_part(arguments.document.with_name(Path(GUIDE).name), "causes", guide())
-    harness.write_part(arguments.document, "verdicts", part(results))
+    parts = {"causes": (Path(GUIDE).name, guide()), "verdicts": ("audit-limits.md", part(results))}
+    harness.write(arguments.output, results, markdown(results), parts=parts)
 
 
 if __name__ == "__main__":

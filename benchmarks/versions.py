@@ -26,7 +26,6 @@ from typing import Any
 
 import harness
 
-DOCUMENT = harness.ROOT / "docs" / "install.md"
 SOURCES = ("samestep", "stepaudit", "stepplan")
 TESTS = [f"tests/test_{name}.py" for name in ("exact", "exact_trainer", "exact_steps", "check_model")]
 TRAININGS = "it_learns the_saved_model_answers_in_its_chat_template every_cut_in_time_is_the_same_step[llama]".split()
@@ -196,9 +195,8 @@ def main() -> None:
             rows.append(measure(pair, tests.get(pair, TESTS[:1]), folder, whole, bare))
             print(f"{pair}: {show(rows[-1])}", file=sys.stderr, flush=True)
             rows.sort(key=lambda row: (to_numbers(row["transformers"]), to_numbers(row["trl"])))
-            harness.write(arguments.output, results, markdown(results), is_last=pair == pairs[-1])
-            if arguments.output == harness.RESULTS / "versions":
-                harness.write_part(DOCUMENT, "versions", part(results))
+            parts = {"versions": ("install.md", part(results))}
+            harness.write(arguments.output, results, markdown(results), pair == pairs[-1], parts)
     if failing := [row["pair"] for row in rows if row["pair"] in pairs and (row.get("refused") or row["failed"])]:
         sys.exit(f"ERROR: not all is well with {', '.join(failing)}")
 

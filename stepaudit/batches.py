@@ -210,7 +210,18 @@ class Batches:
 
 def _read_generators() -> tuple[bytes, Any, Any]:
     """Read the states of the global generators of torch, random and NumPy, to be compared."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), _freeze(np.random.get_state(legacy=False))
+
+
+def _freeze(state: Any) -> Any:
+    """Return what equals a copy of a generator's state, and nothing else: its arrays as bytes, its mappings as tuples.
+
+    >>> _freeze({"state": {"key": np.array([1, 2], np.uint8)}, "has_gauss": 0})
+    (('state', (('key', b'\\x01\\x02'),)), ('has_gauss', 0))
+    """
+    if isinstance(state, dict):
+        return tuple((name, _freeze(value)) for name, value in state.items())
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 @contextlib.contextmanager

@@ -151,8 +151,8 @@ KINDS = {
     ),
     "batch_size": Cause(
         "a step has another number of samples than the reference's",
-        "give all layouts one number of samples, batch x k x N. Is a flag per process? Name it: --per_process FLAG. Else let the "
-        "script divide the global batch by k * N",
+        "give all layouts one number of samples, batch x k x N. Is a flag per process? Name it: --per_process FLAG. Else let "
+        "the script divide the global batch by k * N",
     ),
     "changed_between": Cause(
         "the gradient is changed before it is complete (clipped or decayed per micro-batch, or before the reduction?)",

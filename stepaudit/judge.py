@@ -271,10 +271,15 @@ def _compare(reference: Processes, other: Processes, tolerance: float, said: Seq
     num_unfinished = max(len(_list_unfinished(recording)), len(_list_unfinished(reference_recording)))
     if any(finding.cause not in {"not_a_sum"} | HARMLESS for finding in findings):
         findings = [finding for finding in findings if finding.cause != "not_a_sum"]
-    if any(finding.cause == "batch_size" for finding in findings):  # whatever else differs follows from that
-        findings = [finding for finding in findings if finding.cause == "batch_size" or finding in alone]
-    findings = select_first_findings(findings)
+    findings = _leave_out_followers(select_first_findings(findings), alone)
     return Comparison(**columns, worst=name, worst_error=largest, findings=findings, num_unfinished=num_unfinished)
+
+
+def _leave_out_followers(findings: list[Finding], alone: Sequence[Finding]) -> list[Finding]:
+    """Leave out what follows from another number of samples in a step, but not what a layout shows by itself (`alone`)."""
+    if not any(finding.cause == "batch_size" for finding in findings):
+        return findings
+    return [finding for finding in findings if finding.cause == "batch_size" or finding in alone]
 
 
 def _find_wrong_end(reference: Processes, other: Processes, is_early: bool, is_wrong: bool) -> list[Finding]:

@@ -93,7 +93,7 @@ def run(
                     raise UsageError(
                         ": ".join(filter(None, [f"{title} took longer than {timeout:g} seconds", places, rule]))
                     )
-                announce(f"{title} has run for {seconds:.0f} s: {places or 'no process has computed yet'}")
+                announce(f"{title} is running, {seconds:.0f} s so far: {places or 'no process has computed yet'}")
                 next_report *= 2
             time.sleep(0.02)
         if any(codes):

@@ -25,7 +25,7 @@ from stepaudit.lint.reading import lint_file
 from stepaudit.mesh import VARIABLE, count_data_parts, count_processes, read_mesh
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
-from stepaudit.table import fold_notes, table
+from stepaudit.table import fold_lines, table
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
@@ -454,19 +454,14 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             )
         )
     else:
-        text = table(labels, reference_findings, comparisons)
-        print(fold_notes(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+        lines = [table(labels, reference_findings, comparisons)]
         verdict = "exact" if is_exact else "exact, but for what failed" if is_right else "NOT exact"
-        print(f"{verdict} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
+        lines.append(f"{verdict} (tolerance {flags.tolerance:g}{_list_uncompared(comparisons)})")
         if not is_right:
-            findings = [
-                *reference_findings,
-                *(finding for comparison in comparisons for finding in comparison.findings),
-            ]
-            print(
-                "".join(f"{line}\n" for line in _read_lines(program[0], {finding.cause for finding in findings})),
-                end="",
-            )
+            findings = [finding for comparison in comparisons for finding in comparison.findings]
+            lines += _read_lines(program[0], {finding.cause for finding in [*reference_findings, *findings]})
+        text = "\n".join(lines)
+        print(fold_lines(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
     if failures:  # what was compared is said before
         raise UsageError(problem for failure in failures for problem in failure.problems)
     return 0 if is_exact else 1
@@ -556,7 +551,8 @@ def compare_runs(
 
     def run(number: int, mode: str = "") -> list[Recording]:
         words = [word for word in (reference_mode if not number else "", mode) if word]
-        announce(", ".join([f"{program[0]}: {runs[number]}", *(REASONS[word] for word in words)]))
+        again = " again" if mode else f" {number + 1} of {len(runs)}"
+        announce(", ".join([f"run{again}: {program[0]}: {runs[number]}", *(REASONS[word] for word in words)]))
         return record_run(program, runs[number], num_steps, "+".join(words))
 
     for number in range(len(runs)):

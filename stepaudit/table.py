@@ -62,11 +62,12 @@ def table(
     return "\n".join(lines)
 
 
-def fold_notes(text: str, columns: int) -> str:
-    """Break the lines below a table between words, as a terminal of so many columns would break them inside words.
+def fold_lines(text: str, columns: int) -> str:
+    """Break lines between words, as a terminal of so many columns would break them inside words.
 
-    >>> print(fold_notes("layout     steps        error\\n[1] aa bb cc dd\\n    do: ee ff gg", 14))
-    layout     steps        error
+    >>> print(fold_lines("layout   steps   error\\n[1] aa bb cc dd\\n    do: ee ff gg", 14))
+    layout   steps
+        error
     [1] aa bb cc
         dd
         do: ee ff
@@ -74,9 +75,8 @@ def fold_notes(text: str, columns: int) -> str:
     """
     lines = []
     for line in text.split("\n"):
-        is_note = line.startswith(("[", "    ")) and len(line) > columns
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "    "}
-        lines += textwrap.wrap(line, columns, **options) if is_note else [line]
+        lines += textwrap.wrap(line, columns, **options) if len(line) > columns else [line]
     return "\n".join(lines)
 
 

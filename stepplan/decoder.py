@@ -6,6 +6,7 @@ rotated queries and keys, a gated feed-forward layer; dense, or a mixture of exp
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
@@ -177,7 +178,7 @@ class Shape:
             return [Linear("gate_up_proj", h, 2 * size, "feed_forward"), *rest]
         return [Linear("gate_proj", h, size, "feed_forward"), Linear("up_proj", h, size, "feed_forward"), *rest]
 
-    @property
+    @functools.cached_property
     def linears(self) -> list[Linear]:
         """Matrices of a layer, a mixture's experts left out: they are tables, to which no adapter is added."""
         names = dict(self.names)
@@ -217,7 +218,7 @@ class Shape:
             count += self.latent.query_rank + self.latent.key_rank
         return count + (self.queries + 2 * self.keys) * self.qkv_bias
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer."""
         count = sum(linear.size for linear in self.linears) + self.norm_parameters + self.extra_layer
@@ -229,7 +230,7 @@ class Shape:
         """Parameters outside the layers: embedding, head, the last normalisation."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2) + self.hidden_size + self.extra_outside
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """N, all parameters; a tied head counts once."""
         return sum(layer.num_layers * layer.layer_parameters for layer in self.kinds) + self.num_outside
@@ -318,24 +319,24 @@ class Weights:
         """Parameters of embedding and head over the vocabulary; a tied head counts once."""
         return self.vocab_size * self.hidden_size * (1 if self.shape.tied_head or self.num_scored else 2)
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """N, all weights, frozen ones and adapters too."""
         return self.shape.num_parameters - self.shape.num_outside + self.num_outside + self.num_adapter
 
-    @property
+    @functools.cached_property
     def num_adapter(self) -> int:
         """Parameters of all adapters, B and A of each matrix, and DoRA's norms."""
         return sum(layer.num_layers * self.count_adapter(layer) for layer in self.shape.kinds)
 
-    @property
+    @functools.cached_property
     def num_trained(self) -> int:
         """Parameters that have gradients and moments."""
         if self.method.rank is None:
             return self.num_parameters
         return self.num_adapter + self._num_vocabulary * self.method.trains_outside + self.hidden_size * self.num_scored
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are kept."""
         method = self.method
@@ -355,7 +356,7 @@ class Weights:
         adapters = method.adapter_bytes * self.count_adapter(layer)
         return matrices * matrix_bytes + (layer.layer_parameters - matrices) * method.weight_bytes + adapters
 
-    @property
+    @functools.cached_property
     def linears(self) -> list[Linear]:
         """Matrices of all layers; experts, which are tables, left out."""
         return [linear for layer in self.shape.kinds for linear in layer.linears * layer.num_layers]
@@ -386,7 +387,7 @@ class Weights:
         # Beside tables of experts peft leaves out layers that are named like them; the gate of a shared expert is not
         return [x for x in linears if not self.adapts_experts or x.out == 1 or x.source not in ("feed_forward", "down")]
 
-    @property
+    @functools.cached_property
     def adapts_experts(self) -> bool:
         """Whether peft adapts the tables of experts: with all-linear it does, of kinds that it knows."""
         is_all = self.method.rank is not None and ALL_LINEAR in self.method.targets

@@ -1,5 +1,7 @@
 """Counts the rows of a recipe's files, so that a plan of one's own data knows how long an epoch is."""
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +11,8 @@ from samestep.recipe.tasks.streamed import StreamedTexts
 
 MAX_BYTES = 2**27
 """Bytes of text that are read to count rows: about a second. Files of Parquet say their number of rows."""
+CHARACTERS = 4
+"""Characters of a token of English, about; fewer of most other languages."""
 
 
 class Rows(NamedTuple):
@@ -19,12 +23,14 @@ class Rows(NamedTuple):
         num_rows: rows that can be read; 0: they were not counted.
         num_held_out: of these, rows that are evaluated and not trained on.
         why: why they were not counted; None: they were.
+        mean_tokens: of a row, about, if all of its texts are used: `CHARACTERS` to a token; None: not known.
     """
 
     files: tuple[str, ...]
     num_rows: int = 0
     num_held_out: int = 0
     why: str | None = None
+    mean_tokens: int | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -48,19 +54,37 @@ def count_rows(recipe: Any, max_bytes: int = MAX_BYTES) -> Rows | None:
         if text_bytes > max_bytes:
             limit = f"plan reads up to {max_bytes / 1e9:.2g} GB to count them"
             return Rows(files, why=f"its files have {text_bytes / 1e9:.2g} GB, and {limit}")
-        num_rows = sum(map(_count, found))
+        lengths = [length for file in found for length in _measure_rows(file)]
     except UsageError as error:
         return Rows(files, why=error.problems[0].rstrip("."))
-    num_held_out = 0
+    num_rows, num_held_out = len(lengths), 0
     fraction = getattr(recipe, "validation_fraction", 0)
     if fraction and getattr(recipe, "validation_file", None) is None:
         num_held_out = max(2, round(num_rows * fraction))
     if num_rows - num_held_out < 1:
         return Rows(files, why=f"it holds {num_rows} rows, of which {num_held_out} are held out")
-    return Rows(files, num_rows, num_held_out)
+    known = [length for length in lengths if length is not None]
+    mean = round(sum(known) / len(known) / CHARACTERS) if len(known) == num_rows else None
+    return Rows(files, num_rows, num_held_out, mean_tokens=mean)
 
 
-def _count(file: str) -> int:
+def _measure_rows(file: str) -> Iterator[int | None]:
+    """Yield the characters of each row's texts; None for each row of a file of Parquet, whose texts are not read."""
     if Path(file).suffix.lower() == ".parquet":
-        return row_files.count_parquet(file)
-    return sum(not isinstance(values, row_files.BadRow) for _, values in row_files.read_rows(file))
+        yield from itertools.repeat(None, row_files.count_parquet(file))
+        return
+    for _, values in row_files.read_rows(file):
+        if not isinstance(values, row_files.BadRow):
+            yield _count_characters(values)
+
+
+def _count_characters(value: Any) -> int:
+    """Count the characters of all texts in a value of JSON, without the names of its fields.
+
+    >>> _count_characters({"messages": [{"role": "user", "content": "Hello"}], "id": 3})
+    9
+    """
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_count_characters, parts))

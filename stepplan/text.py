@@ -127,7 +127,10 @@ def _describe_rows(answer: dict[str, Any]) -> str:
     held_out = f", of which {rows['num_held_out']:,} are held out" if rows["num_held_out"] else ""
     text = f"The files have {rows['num_rows']:,} rows{held_out}"
     length = answer["tokens_per_step"] // answer["global_batch_size"]
-    return f"{text}; each is counted with {length:,} tokens, the most, so shorter ones take less (--max_seq_length)"
+    if rows["mean_tokens"] is None or rows["mean_tokens"] >= length:
+        return f"{text}; each is counted with {length:,} tokens, the most"
+    text += f"; each is counted with {length:,} tokens, the most"
+    return f"{text}. They have about {rows['mean_tokens']:,} on average, which takes less: --max_seq_length plans that"
 
 
 def _describe_cost(answer: dict[str, Any]) -> str:

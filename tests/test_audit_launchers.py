@@ -179,5 +179,5 @@ def test_a_collective_that_one_process_never_enters_is_told_and_ended(tmp_path):
     with pytest.raises(UsageError, match=f"the loop took longer than 600 seconds: {places}"):
         run(words, 2, "the loop", 600, None, tmp_path, said.append, clock)
     assert said == [
-        f"the loop has run for {seconds} s: {places}" for seconds in (FIRST_REPORT + 1, 2 * FIRST_REPORT + 1)
+        f"the loop is running, {seconds} s so far: {places}" for seconds in (FIRST_REPORT + 1, 2 * FIRST_REPORT + 1)
     ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from cases import thorough
-from common import ROOT, fresh_accelerator
+from common import ROOT, fresh_accelerator, python_path
 from waiting import PATIENCE
 
 from stepaudit.errors import UsageError
@@ -378,7 +378,7 @@ def command(*argv: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(AUDITED)},
+        env=os.environ | {"PYTHONPATH": python_path(AUDITED)},
     )
 
 
@@ -423,6 +423,39 @@ def test_faults_of_the_lines_are_said_beside_those_that_hide_them(capsys, run, t
     assert line.startswith(f"  {train}:6: SA102 the loss is divided by k here")
     assert cure == "    do: divide once: leave the division out"
     assert all(lines[-1].startswith("NOT exact (") for lines in said[1:])
+
+
+TRIED = """
+from itertools import islice
+import torch
+from common_models import flags, vectors
+from torch.utils.data import DataLoader
+
+b, k = flags()
+torch.manual_seed(0)
+model = torch.nn.Linear(12, 5).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):  # does it run at all?
+    model(torch.ones(2, 12, dtype=torch.float64)).sum().backward()
+optimizer.zero_grad()
+batches = iter(DataLoader(vectors(77), batch_size=b))
+while window := list(islice(batches, k)):
+    for x, y in window:
+        (torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / 16).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("b", "k"), [(3, 6), (5, 3)])
+def test_another_number_of_samples_is_named_and_nothing_else(run, tmp_path, b, k):
+    """Steps of 18 or 15 samples, where the reference has 16; also of a program that tries its model before it trains."""
+    (tmp_path / "tried.py").write_text(TRIED)
+    for name in ("groupnorm", tmp_path / "tried.py"):
+        comparison = compare(run(name, 16, 1), run(name, b, k), corpus.TOLERANCE)
+        assert [finding.cause for finding in comparison.findings] == ["batch_size"], name
+        assert comparison.findings[0].evidence == f"{b * k} samples, 16 in the reference"
+        assert compare(run(name, 16, 1), run(name, 8, 2), corpus.TOLERANCE).is_exact
 
 
 def test_the_command_for_machines(capsys, run):
@@ -570,3 +603,10 @@ def test_a_program_that_fails_or_takes_no_step(tmp_path):
     file.write_text("import signal; signal.pause()")
     with pytest.raises(UsageError, match="took longer than 1 seconds"):
         record([str(file)], Variation({}, 1), 1, timeout=1)
+
+
+@pytest.mark.distributed
+def test_a_forked_call_that_fails_is_named(server, tmp_path):
+    """As all tests see it that run something through a fork server."""
+    with pytest.raises(RuntimeError, match=r"process 0 of 1 ended with 1:\n(.|\n)*TypeError: main\(\)"):
+        server.run([str(tmp_path), "a", "word", "too", "many"], 1, module="run_wide")

@@ -75,9 +75,9 @@ def two_terms(model, batch):
     return {"tokens": (tokens, (batch["labels"] != -100).sum()), "rows": (rows, len(logits))}
 
 
-def noisy_collate(samples):
+def noisy_collate(samples, draw=torch.rand):
     batch = collate(samples)
-    return batch | {"labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}
+    return batch | {"labels": torch.where(draw(batch["labels"].shape) < 0.5, batch["labels"], -100)}
 
 
 def batch_norm(x, norm):
@@ -182,9 +182,13 @@ def test_a_collate_function_that_draws(samples):
     audit = audit_step(Tagger(), samples, noisy_collate, loss, cuts=QUARTERS)
     assert audit.causes == {"random_collate"}
     assert audit.comparisons[0].findings[0].where == "collate"
-    assert audit_step(Tagger(), samples, noisy_collate, loop=documented_loop, cuts=QUARTERS).causes == {
-        "random_collate"
-    }
+
+    def collate_with_numpy(samples):
+        return noisy_collate(samples, draw=lambda shape: torch.from_numpy(np.random.rand(*shape)))
+
+    for draws in (noisy_collate, collate_with_numpy):
+        audit = audit_step(Tagger(), samples, draws, loop=documented_loop, cuts=QUARTERS)
+        assert audit.causes == {"random_collate"}, draws
 
 
 def test_padding_on_the_left_is_no_fault(samples):

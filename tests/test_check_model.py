@@ -166,6 +166,12 @@ def test_configurations_that_lie_in_one_are_made_small():
     assert sum(parts["text_config"].rope_parameters["mrope_section"]) == 8
 
 
+def test_what_is_small_already_stays():
+    """It is not what the class has if nobody says it: a Llama of 32 layers."""
+    config = make_config(transformers.LlamaConfig(num_hidden_layers=2, hidden_size=32))
+    assert (config.num_hidden_layers, config.hidden_size) == (2, 32)
+
+
 def test_all_heads_in_a_table(capfd):
     """The list is given, as the whole one takes half an hour."""
     names = ["T5ForConditionalGeneration", "LayoutLMv2ForTokenClassification", "DPTForDepthEstimation"]

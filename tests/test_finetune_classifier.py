@@ -242,7 +242,7 @@ def test_it_ends_when_evaluations_grow_no_better(finetune, capsys):
     assert len(metrics(output_dir)) == 4, "it is over"
 
 
-def test_the_best_model_is_left_when_asked_for(finetune, learnable):
+def test_the_best_model_is_left_when_asked_for(finetune, learnable, capsys):
     """It learns, then a schedule that goes on far too fast spoils it: the last model is not the best."""
     flags = f"--global_batch_size 16 --train_file {learnable} --max_train_steps 40 --eval_steps 5 --warmup_ratio 0.9 "
     flags += "--learning_rate 0.1 --max_grad_norm none --metric_for_best_model loss"
@@ -251,6 +251,7 @@ def test_the_best_model_is_left_when_asked_for(finetune, learnable):
     assert num_worse > 0
     results = json.loads((best / "all_results.json").read_text())
     assert results["best_step"] == step
+    assert f"(of step {step}, the saved model's; from " in capsys.readouterr().out
     lines = {line["step"]: line for line in evaluations(best)}
     assert results["eval_loss"] == lines[step]["eval_loss"]
     tensors = {folder: load_file(folder / "model.safetensors") for folder in (last, last / "best", best)}

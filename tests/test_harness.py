@@ -17,7 +17,7 @@ from waiting import until
 from samestep.recipe.catalog import load
 
 harness = load_benchmark("harness")
-RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
+RESULTS, PAGES = (sorted(path.stem for path in harness.RESULTS.glob(f"*.{end}")) for end in ("json", "md"))
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
@@ -56,7 +56,12 @@ def read_part(document: Path, name: str) -> str:
     return text.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->\n")[0]
 
 
-@pytest.mark.parametrize("name", RESULTS)
+def test_all_results_are_shown():
+    assert set(RESULTS) == set(PAGES) | {name for _, name, _ in PARTS.values()}
+    assert set(PAGES) <= set(RESULTS)
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_was_measured(programs, name):
     assert (harness.RESULTS / f"{name}.md").read_text(encoding="utf-8") == programs[name].markdown(read_results(name))
 
@@ -137,7 +142,7 @@ def test_a_page_of_less_communication():
     }
     losses = {"exact": [5.0, 5.2, 5.1], "top_k": [5.1, 5.3, 5.21]}
     results = {"steps": 60, "bytes": sent, "losses": losses, "about": {"command": "make some"}}
-    lines = communication.markdown(results).splitlines()
+    lines = communication.describe(results).splitlines()
     assert "| the exact step |  | 800 | 1.0 | 5 | 5.1000 (5.0000 to 5.2000) | +0.0000 |  |" in lines
     assert [cell.strip() for cell in lines[-1].split("|")][3:8] == [
         "8",
@@ -189,6 +194,29 @@ def test_what_is_written_is_read(tmp_path, capsys):
     document.write_text("before\n<!-- x y: begin -->\nold\n<!-- x y: end -->\nafter\n")
     harness.write_part(document, "x y", "new\n")
     assert document.read_text() == "before\n<!-- x y: begin -->\nnew\n<!-- x y: end -->\nafter\n"
+
+
+def test_parts_of_documents_are_written_where_results_are_kept(tmp_path, capsys):
+    parts = {"muon": ("optimizers.md", "new\n")}
+    harness.write(tmp_path / "muon", {"rows": []}, parts=parts)
+    assert harness.read(tmp_path / "muon") == {"rows": []}
+    assert (capsys.readouterr().out, list(tmp_path.glob("*.md"))) == ("new\n\n", [])
+    assert read_part(ROOT / "docs" / "optimizers.md", "muon") != "new\n"
+
+
+def test_a_training_is_made_once_and_its_weights_are_left_out(tmp_path):
+    """Until it depends on something else; a program that fails is named."""
+    write = "import json, pathlib, sys; f = pathlib.Path(sys.argv[-1]); (f / 'checkpoint-3').mkdir(parents=True)"
+    write += (
+        "; n = f.parent / 'n'; n.open('a').write('x'); (f / 'a.safetensors').touch(); (f / 'b.safetensors').touch()"
+    )
+    write += "; (f / 'all_results.json').write_text(json.dumps({'times': len(n.read_text())}))"
+    words = [sys.executable, "-c", write]
+    made = [harness.train_once(words, tmp_path / "run", text, 1, ["b.safetensors"]) for text in ("a", "a", "b")]
+    assert [results["times"] for results in made] == [1, 1, 2]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["all_results.json", "b.safetensors"]
+    with pytest.raises(SystemExit, match="failed:\nno such recipe"):
+        harness.run([sys.executable, "-c", "import sys; sys.exit('no such recipe')"])
 
 
 def test_programs_run_only_in_their_turns(tmp_path, monkeypatch):

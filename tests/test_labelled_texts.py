@@ -217,6 +217,7 @@ def test_labels_that_are_numbers(tmp_path):
     rows = [(f"text {place}", "", place / 4) for place in range(20)]
     train, held_out = labelled_texts.build(make_recipe(write(tmp_path / "rows.jsonl", rows)))
     assert train.classes is None
+    assert [report.num_held_out for report in train.row_reports] == [len(held_out)]
     assert sorted([*train.labels, *held_out.labels]) == [row[2] for row in rows]
     micro_batch = train.collate([train.draw(0, 3)])
     assert micro_batch["labels"].item() == train.labels[3]

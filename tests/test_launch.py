@@ -18,7 +18,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from common import launch_environment, task_of
+from common import launch_environment, python_path, task_of
 from forks import call_in_fork
 from hooks import list_calls
 from ports import hold_port
@@ -130,7 +130,7 @@ def launched(trainings, tmp_path):
         program = tmp_path / "program.py"
         program.write_text(PROGRAM)
         env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEEN": str(tmp_path)} | changes
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), "SEEN": str(tmp_path)} | changes
         env = {key: value for key, value in env.items() if value is not None}
         commands = [["--config_file", str(config), *flags, str(program)] for flags in machines]
         words = [str(tmp_path), json.dumps(env), *map(json.dumps, commands)]

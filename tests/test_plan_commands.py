@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from common import tasks_of
+from common import python_path, tasks_of
 
 from samestep import cli
 from samestep.errors import exit_code
@@ -124,7 +124,7 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", "-c", command],
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": path, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -341,13 +341,14 @@ def test_rows_of_ones_own_files_are_counted(kind, capsys, tmp_path):
         file.write_text("prompt,completion\n" + 'a,"b\nc"\n' * 200)
     else:
         file = tmp_path / "rows.jsonl"
-        file.write_text('{"prompt": "a", "completion": "b"}\n' * 200 + '\n{"prompt": \n')
+        file.write_text('{"prompt": "a", "completion": "b cd ef"}\n' * 200 + '\n{"prompt": \n')
     words = ["llama3_8b_lora_3090", "--train_file", str(tmp_path if kind == "folder" else file)]
     answer = json.loads(run(capsys, "plan", *words, "--on", "1x3090", "--json"))
     assert (answer["rows"]["num_rows"], answer["rows"]["num_held_out"]) == (200, 10)
     assert (answer["missing"], answer["num_steps"]) == (None, 12)  # 190 samples in steps of 16
     text = " ".join(run(capsys, "plan", *words, "--on", "1x3090").split())
     assert "The files have 200 rows, of which 10 are held out; each is counted with 2,048 tokens, the most" in text
+    assert ("They have about 2 on average" in text) == (kind in ("jsonl", "folder"))  # 8 characters
     *job, out = [*words, "--on", "slurm:1x3090", "--", "--output_dir", "/runs/x"]
     assert "#SBATCH --time=" in run(capsys, "launch", *job, out)
 

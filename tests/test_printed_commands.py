@@ -136,6 +136,8 @@ MODEL = {
     "--tie_word_embeddings true --initializer_range 0.1",
     "finetune_seq2seq": "--num_generations 2",
 }
+DRAWN = {"sft_small_cpu", "speech_small_cpu", "vlm_small_cpu"}
+"""Recipes that draw thousands of conversations, images or sounds; `show-data` draws some."""
 MAX_PROCESSES, MAX_MICRO_BATCHES = 3, 4
 
 
@@ -358,7 +360,7 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
         save_base(Path(argv[1]))
         capsys.readouterr()
         monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 plus 30?\n"))
-    if argv[:2] == ["show-data", "sft_small_cpu"]:  # draws its thousands of conversations
+    if argv[:1] == ["show-data"] and argv[1] in DRAWN:
         argv = [*argv, "--num_train_samples", "40", "--num_validation_samples", "8"]
     monkeypatch.setattr(
         audit,

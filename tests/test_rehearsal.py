@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from chat_bases import EXPERTS, save_base, write_chats
-from common import PLANNED, ROOT, fresh_accelerator
+from common import PLANNED, ROOT, fresh_accelerator, python_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from samestep.contrib import small_model
@@ -48,7 +48,7 @@ def test_a_rehearsal_goes_through_a_whole_run(tmp_path, corpus):
     """Two steps, a checkpoint, the third step after resuming, the results; the last line's command is the real run."""
     flags = f"--recipe bert_small_cpu --train_file {corpus} --vocab_size 600 --max_seq_length 32 --output_dir {tmp_path}/mine"
     command = [sys.executable, str(ROOT / "scripts/pretrain_bert.py"), *flags.split(), "--rehearse"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    env = os.environ | {"PYTHONPATH": python_path(ROOT), "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]

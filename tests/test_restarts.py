@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
-from common import ROOT, fresh_accelerator, model_of, tiny_argv
+from common import ROOT, fresh_accelerator, model_of, python_path, tiny_argv
 from forks import call_in_fork
 from hooks import StepCount
 
@@ -116,7 +116,7 @@ signal.pause()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 def test_a_worker_hears_of_the_death_of_its_agent():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "mine"}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT), "TORCHELASTIC_RUN_ID": "mine"}
     words = [sys.executable, "-c", AGENT, WORKER]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as agent:
         assert agent.stdout.readline() == "ready\n"
@@ -151,7 +151,7 @@ def test_the_folder_is_taken_from_a_frozen_generation_of_the_same_launch(restart
     waits = []
     clock = types.SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
     monkeypatch.setattr(output_folder, "time", clock)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     words = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
         assert holder.stdout.readline() == "locked\n"

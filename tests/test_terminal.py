@@ -4,12 +4,14 @@ it: what it saves is saved all the same."""
 import contextlib
 import functools
 import io
+import itertools
 import os
 import re
 import shlex
 import signal
 
 import pytest
+from cases import thorough
 from common import metrics, tiny_argv
 from forks import FAILED, call_in_fork
 from rooms import PAGES
@@ -116,14 +118,20 @@ def write_wide(line):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("columns", [70, 80, 100, 200])
+WHAT_FITS = "plan --what_fits 1xt4 --price_per_hour 2"  # plans 225 pairs of model and method: seconds
+TABLES = (
+    "plan gpt2_124m --on 8xh100,4x4090,2x8xa100-80 --price_per_hour 2.5,0.4,1.5",
+    "scale gpt2_124m --on a100-80 --up_to 8",
+    "list bert",
+)
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "columns"),
     [
-        "plan --what_fits 1xt4 --price_per_hour 2",
-        "plan gpt2_124m --on 8xh100,4x4090,2x8xa100-80 --price_per_hour 2.5,0.4,1.5",
-        "scale gpt2_124m --on a100-80 --up_to 8",
-        "list bert",
+        (WHAT_FITS, 70),
+        *(thorough(WHAT_FITS, columns) for columns in (80, 100, 200)),
+        *itertools.product(TABLES, (70, 80, 100, 200)),
     ],
 )
 def test_tables_fit_a_terminal(monkeypatch, line, columns):

@@ -1,6 +1,8 @@
 """Decoders without a formula: few traced layers against all of them, and against the formula of kinds that have one."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +34,16 @@ BOUND = 1 / 25
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
-@pytest.fixture
-def make_recipe(tmp_path):
-    """Make the recipe that fine-tunes a small model of a kind."""
+@pytest.fixture(scope="module")
+def make_recipe(tmp_path_factory):
+    """Make the recipe that fine-tunes a small model of a kind, in one folder for all tests: what is traced is kept."""
+    folder = tmp_path_factory.mktemp("kinds")
 
     def make(kind, length=128, changes=None, **fields):
         config = AutoConfig.for_model(kind, **SMALL | UNKNOWN.get(kind, {}) | fields)
         config.architectures = ["TheirForCausalLM"]
-        config.save_pretrained(tmp_path / kind)
-        own = {"model_name_or_path": str(tmp_path / kind), "max_seq_length": length, "train_file": ["chats.jsonl"]}
+        config.save_pretrained(folder / kind)
+        own = {"model_name_or_path": str(folder / kind), "max_seq_length": length, "train_file": ["chats.jsonl"]}
         return pretrained_shape.load("sft_small_cpu", own | (changes or {}))
 
     return make
@@ -139,8 +142,9 @@ def test_the_whole_plan(make_recipe, capsys):
 
 def test_what_cannot_be_traced_is_said_in_one_line(make_recipe, tmp_path):
     recipe = make_recipe("olmo")
-    file = tmp_path / "olmo" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "theirs"}))
+    config = json.loads((Path(recipe.model_name_or_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "theirs"}))
+    recipe = dataclasses.replace(recipe, model_name_or_path=str(tmp_path))
     with pytest.raises(UsageError, match=r"has no formula, and cannot be traced: .*theirs"):
         from_command(recipe)
 

@@ -153,8 +153,19 @@ def count_labels(batch: dict[str, torch.Tensor]) -> int:
     return int(mask.sum())
 
 
-def stamped(base: type, clock: Clock) -> type:
-    """Make a class of a trainer that tells the clock of its steps."""
+def run_trainer(
+    base: type,
+    clock: Clock,
+    memory: Memory,
+    recipe: Recipe,
+    count: Callable[[dict], int] = count_labels,
+    **given: Any,
+) -> None:
+    """Let a trainer of class `base`, made of what is `given`, take steps, and tell the clock of them.
+
+    Args:
+        count: how many targets a micro-batch has.
+    """
 
     class Stamped(base):
         step_loss, num_micro_batches = 0.0, 0
@@ -164,22 +175,24 @@ def stamped(base: type, clock: Clock) -> type:
             self.step_loss, self.num_micro_batches = self.step_loss + loss.item(), self.num_micro_batches + 1
             return loss
 
-        def count_batches(self, collate: Callable[[list], dict], count: Callable[[dict], int] = count_labels) -> None:
-            """Let the clock know how many targets each micro-batch has.
+    class StepEnd(transformers.TrainerCallback):
+        def on_step_end(self, arguments, *_, **__):
+            clock.step(made.step_loss, made.num_micro_batches)
+            made.step_loss, made.num_micro_batches = 0.0, 0
 
-            An exact trainer collates fewer samples, too, about which it asks the loss before the first step.
-            """
+    made = Stamped(**given, callbacks=[StepEnd()])
+    collate = made.data_collator
 
-            def counted(rows: list) -> dict[str, torch.Tensor]:
-                batch = collate(rows)
-                if len(rows) < self.args.per_device_train_batch_size:
-                    return batch
-                clock.collated(count(batch))
-                return batch
+    def counted(rows: list) -> dict[str, torch.Tensor]:
+        batch = collate(rows)
+        if len(rows) == made.args.per_device_train_batch_size:  # an exact trainer asks the loss about fewer first
+            clock.collated(count(batch))
+        return batch
 
-            self.data_collator = counted
-
-    return Stamped
+    made.data_collator = counted
+    made.optimizer_cls_and_kwargs = make_optimizer(recipe)
+    memory.start()
+    made.train()
 
 
 def train(
@@ -222,23 +235,8 @@ def train(
             num_rows = max(1, round(num_tokens / recipe.max_seq_length))
             arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_rows}
 
-    class StepEnd(transformers.TrainerCallback):
-        def on_step_end(self, arguments, *_, **__):
-            clock.step(made.step_loss, made.num_micro_batches)
-            made.step_loss, made.num_micro_batches = 0.0, 0
-
-    made = stamped(base, clock)(
-        model=model,
-        args=config(**arguments),
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        callbacks=[StepEnd()],
-        **collator,
-    )
-    made.optimizer_cls_and_kwargs = make_optimizer(recipe)
-    made.count_batches(made.data_collator)
-    memory.start()
-    made.train()
+    given = {"model": model, "args": config(**arguments), "train_dataset": dataset, "processing_class": tokenizer}
+    run_trainer(base, clock, memory, recipe, **given, **collator)
 
 
 def count_supervised(data: Any, _: str) -> int:
@@ -253,27 +251,29 @@ def run_script(
     words: list[str],
     models: Any = causal_lm,
     count: Callable[[Any, str], int] = count_supervised,
+    build: str = "build_model",
 ) -> None:
     """Run a script of this repository, or its bare step, until this process is ended.
 
     Args:
         program: ours or floor.
         words: the script and its flags.
-        models: module whose `build_model` builds its model.
+        models: module, or class, that builds its model.
         count: counts the targets of a step, see `ours.stamp`.
+        build: name of what builds it.
     """
     if program == "floor":
         floor.strip(clock, load(words[words.index("--recipe") + 1]), count=count)
     else:
         ours.stamp(clock, count)
-    build = models.build_model
+    build_model = getattr(models, build)
 
     def build_and_start(*arguments):
-        model = build(*arguments)
+        model = build_model(*arguments)
         memory.start()
         return model
 
-    models.build_model = build_and_start
+    setattr(models, build, build_and_start)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 

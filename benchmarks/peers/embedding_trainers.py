@@ -4,15 +4,13 @@ Without SIZE it is ours: FOLDER STAMPS ours SCRIPT FLAGS. SIZE is the number of 
 stamps a program writes STAMPS.base, the resident memory when its model has been built.
 """
 
-import runpy
 import sys
 from pathlib import Path
 
 import datasets
-import ours
 import torch
 import transformers
-from chat_trainers import Memory, make_optimizer
+from chat_trainers import Memory, make_optimizer, run_script
 from clock import Clock
 from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -40,7 +38,7 @@ def prepare(folder: Path) -> dict[str, int | float]:
     rows, _ = text_pairs.load_rows(train_file=recipe.train_file)
     rows.select(numbers).select_columns(["query", "positive"]).save_to_disk(folder / ROWS)
     lengths = [len(tokens) for number in numbers for tokens in train.draw(0, number).tokens]
-    return {"pairs": len(numbers), "mean_length": sum(lengths) / len(lengths), "most": max(lengths)}
+    return {"mean_length": sum(lengths) / len(lengths), "most": max(lengths)}
 
 
 def train(folder: Path, clock: Clock, memory: Memory, size: int) -> None:
@@ -95,25 +93,11 @@ def train(folder: Path, clock: Clock, memory: Memory, size: int) -> None:
     made.train()
 
 
-def run_script(clock: Clock, memory: Memory, words: list[str]) -> None:
-    """Run the script of this repository until this process is ended."""
-    ours.stamp(clock, lambda data, _: data.num_samples)
-    build = text_embeddings.EmbeddingSums.from_recipe
-
-    def build_and_start(*arguments):
-        model = build(*arguments)
-        memory.start()
-        return model
-
-    text_embeddings.EmbeddingSums.from_recipe = build_and_start
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
 def main(folder: str, stamps: str, size: str, *words: str) -> None:
     clock, memory = Clock(stamps), Memory(Path(f"{stamps}.base"))
     if size == "ours":
-        run_script(clock, memory, list(words))
+        count, models = (lambda data, _: data.num_samples), text_embeddings.EmbeddingSums
+        run_script(clock, memory, "ours", list(words), models, count, "from_recipe")
     else:
         train(Path(folder), clock, memory, int(size))
 

@@ -15,7 +15,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from chat_trainers import ROWS, Memory, make_optimizer, run_script, settings, stamped
+from chat_trainers import ROWS, Memory, run_script, run_trainer, settings
 from clock import Clock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -133,22 +133,16 @@ def train(
     model = transformers.AutoModelForImageTextToText.from_pretrained(recipe.model_name_or_path, dtype=torch.float32)
     arguments = settings(recipe, precision, int(num_micro_batches), num_steps)
 
-    class StepEnd(transformers.TrainerCallback):
-        def on_step_end(self, arguments, *_, **__):
-            clock.step(made.step_loss, made.num_micro_batches)
-            made.step_loss, made.num_micro_batches = 0.0, 0
-
-    made = stamped(SFTTrainer, clock)(
+    run_trainer(
+        SFTTrainer,
+        clock,
+        memory,
+        recipe,
         model=model,
         args=SFTConfig(**arguments, max_length=None, assistant_only_loss=True),
         train_dataset=datasets.load_from_disk(folder / ROWS),
         processing_class=load_processor(recipe.model_name_or_path),
-        callbacks=[StepEnd()],
     )
-    made.optimizer_cls_and_kwargs = make_optimizer(recipe)
-    made.count_batches(made.data_collator)
-    memory.start()
-    made.train()
 
 
 def main(folder: str, stamps: str, precision: str, program: str, *words: str) -> None:

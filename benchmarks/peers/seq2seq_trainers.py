@@ -15,7 +15,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from chat_trainers import ROWS, TOKENIZER, Memory, make_optimizer, run_script, settings, stamped
+from chat_trainers import ROWS, TOKENIZER, Memory, run_script, run_trainer, settings
 from clock import Clock
 
 from samestep.cut.order import Order
@@ -79,23 +79,18 @@ def train(
     arguments = settings(recipe, precision, int(num_micro_batches), num_steps)
     arguments |= {"train_sampling_strategy": "group_by_length"} if rows == "grouped" else {}
 
-    class StepEnd(transformers.TrainerCallback):
-        def on_step_end(self, arguments, *_, **__):
-            clock.step(made.step_loss, made.num_micro_batches)
-            made.step_loss, made.num_micro_batches = 0.0, 0
-
-    made = stamped(transformers.Seq2SeqTrainer, clock)(
+    run_trainer(
+        transformers.Seq2SeqTrainer,
+        clock,
+        memory,
+        recipe,
+        lambda batch: int((batch["labels"] != IGNORED).sum()),
         model=model,
         args=transformers.Seq2SeqTrainingArguments(**arguments),
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
-        callbacks=[StepEnd()],
     )
-    made.optimizer_cls_and_kwargs = make_optimizer(recipe)
-    made.count_batches(made.data_collator, lambda batch: int((batch["labels"] != IGNORED).sum()))
-    memory.start()
-    made.train()
 
 
 def count_targets(data: StepData, _: str) -> int:

@@ -408,7 +408,7 @@ def build(
         train = make_samples(rows, table, renderer, recipe, description="training conversations", sources=mixed)
         if not all(is_builtin(source.entry) for source in sources):
             last = reports[-1]
-            reports = [*reports[:-1], last._replace(notes=[*last.notes, *describe_repeats(rows, held_out, ["row"])])]
+            reports = (*reports[:-1], last._replace(notes=[*last.notes, *describe_repeats(rows, held_out, ["row"])]))
         train.row_reports = reports
     if not len(held_out):
         return train, None

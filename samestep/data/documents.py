@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import row_files, row_report, tables
 from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
 from samestep.data.builtin import find_builtin, is_builtin
@@ -302,6 +303,75 @@ def load_hub(
         ) from error
 
 
+def load_source(
+    read: Callable[..., Iterator[dict]],
+    features: Features,
+    text: str,
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    num_proc: int | None = None,
+    kind: str | None = None,
+    modules: Sequence[str] = (),
+    adapt: Callable[[Dataset], Dataset] | None = None,
+    **options: Any,
+) -> row_report.Table:
+    """Load the rows of exactly one of `train_file` and `dataset_name`, as a task reads them.
+
+    Args:
+        read: makes rows of `features` of (place, columns) of each row, of the file's name (None: the hub's), and of `options`;
+            behind them are its `row_report.Notes`. A function of a module.
+        text: column that is null in no row.
+        train_file: paths, globs and folders, in UTF-8: `.csv` and `.tsv` with a header line, `.jsonl` or `.json` with an object
+            per line, `.parquet`.
+        dataset_name: a dataset on the hub (`nyu-mll/glue`), or a built-in one.
+        dataset_config_name, split: of a dataset on the hub.
+        num_proc: processes that read files.
+        kind: of built-in datasets, see `find_builtin`; None: the task has none.
+        modules: that read rows, beside that of `read`.
+        adapt: prepares a dataset of the hub.
+
+    Returns:
+        A memory-mapped dataset, and what is known of rows that cannot be used.
+
+    Raises:
+        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
+    """
+    if kind is not None and is_builtin(dataset_name):
+        return row_report.Table(find_builtin(kind, str(dataset_name))(), row_report.Notes())
+    source: dict[str, Any]
+    key: Any
+    if train_file:
+        files, key = row_files.find_files(train_file, row_files.ROW_READERS)
+        source = {"files": files}
+    else:
+        dataset = load_hub(str(dataset_name), dataset_config_name, split, num_proc)
+        dataset = adapt(dataset) if adapt else dataset
+        source = {"dataset": dataset, "place": f"dataset_name {dataset_name!r}, split {split!r}"}
+        key = rows_fingerprint(dataset), source["place"]
+    rows = cache_rows(
+        _read_files if train_file else _read_dataset,
+        features,
+        key=(key, options, hash_modules(read.__module__, *modules)),
+        num_proc=min(num_proc or 1, len(files)) if train_file else 1,
+        read=read,
+        **source,
+        **options,
+    )
+    return row_report.split_notes(rows, text)
+
+
+def _read_files(files: Sequence[str], read: Callable[..., Iterator[dict]], **options: Any) -> Iterator[dict]:
+    for file in files:
+        yield from read(row_files.read_rows(file), file, **options)
+
+
+def _read_dataset(dataset: Dataset, place: str, read: Callable[..., Iterator[dict]], **options: Any) -> Iterator[dict]:
+    yield from read(((f"{place}, row {number}", row) for number, row in enumerate(dataset)), None, **options)
+
+
 def load_tables(recipe: Any, load: Callable[..., row_report.Table], **options: Any) -> list[row_report.Table]:
     """Load the rows of a recipe's training source, and of its held-out one, if it names one of its own.
 
@@ -319,10 +389,31 @@ def load_tables(recipe: Any, load: Callable[..., row_report.Table], **options: A
     return loaded
 
 
-def name_tables(recipe: Any) -> tuple[str, str]:
-    """Name the two sources of `load_tables`, for reports on their rows."""
+def split_tables(recipe: Any, loaded: Sequence[row_report.Table], on_bad_row: str) -> tuple[Dataset, Dataset]:
+    """Take the rows of `load_tables` that can be used, and hold some out where no source of its own has these."""
+    rows, *others = row_report.take_good(loaded, on_bad_row)
+    return (rows, others[0]) if others else split_documents(rows, recipe.validation_fraction, recipe.seed)
+
+
+def report_tables(
+    recipe: Any, loaded: Sequence[row_report.Table], rows: Dataset, notes: Sequence[str], num_cut: Sequence[int] = ()
+) -> list[row_report.RowReport]:
+    """Report on the rows of each table of `load_tables`.
+
+    Args:
+        rows: to train on, of the first table.
+        notes: further lines on it.
+        num_cut: rows of each that lost their end.
+    """
     first = "train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"
-    return first, "validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"
+    names = first, "validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"
+    files = recipe.train_file, recipe.validation_file
+    reports, num_held_out = [], len(loaded[0].rows) - len(rows)  # none, where another source has them
+    for table, name, patterns, cut in zip(loaded, names, files, num_cut or (0, 0), strict=False):
+        own = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
+        own += notes if table is loaded[0] else []
+        reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=own))
+    return reports
 
 
 def _hub(name: str, config: str | None, text_column: str, num_proc: int | None) -> row_report.Table:

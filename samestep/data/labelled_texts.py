@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_files, row_report, tables
 from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
-from samestep.data.builtin import find_builtin, is_builtin
+from samestep.data.builtin import is_builtin
 from samestep.data.ragged import make_micro_batch
 from samestep.data.tokenizer import TokenizedTexts, choose_tokenizer, fingerprint, train_wordpiece
 from samestep.errors import UsageError, nearest
@@ -86,54 +85,20 @@ class Columns:
         return text, pair, label if label in present else None
 
 
-def load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    columns: Columns = Columns(),
-    needs_label: bool = True,
-    num_proc: int | None = None,
-) -> row_report.Table:
-    """Load labelled texts from exactly one of `train_file` and `dataset_name`.
+def load_rows(*, columns: Columns = Columns(), needs_label: bool = True, **source: Any) -> row_report.Table:
+    """Load labelled texts from files or a dataset; `builtin/python_docs_parts` has paragraphs of Python's documentation.
 
     Args:
-        train_file: paths and globs, in UTF-8: `.csv` and `.tsv` with a header line, `.jsonl` or `.json` with an object per
-            line, `.parquet`.
-        dataset_name: a dataset on the hub (`nyu-mll/glue`), or `builtin/python_docs_parts`: paragraphs of the documentation
-            that ships with Python, and which part each comes from.
-        dataset_config_name, split: of a dataset on the hub.
         columns: their names.
         needs_label: False: a file of texts to predict may lack labels.
-        num_proc: processes that read files.
+        source: as of `documents.load_source`.
 
     Returns:
         A memory-mapped dataset with string columns `text`, `pair`, `label` (without pairs or labels, these hold None), and what
         is known of rows that cannot be used.
-
-    Raises:
-        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there.
     """
-    if is_builtin(dataset_name):
-        return row_report.Table(find_builtin("labelled texts", dataset_name)(), row_report.Notes())
-    options: dict[str, Any] = {"columns": columns, "needs_label": needs_label}
-    if train_file:
-        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
-        rows = documents.cache_rows(
-            _read,
-            FEATURES,
-            key=(keys, options, hash_modules(__name__)),
-            num_proc=min(num_proc or 1, len(files)),
-            files=files,
-            **options,
-        )
-        return row_report.split_notes(rows)
-    dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
-    options |= {"name": dataset_name, "split": split}
-    key = rows_fingerprint(dataset), options, hash_modules(__name__)
-    rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
-    return row_report.split_notes(rows)
+    more: dict[str, Any] = {"columns": columns, "needs_label": needs_label, "kind": "labelled texts"}
+    return documents.load_source(_read, FEATURES, "text", adapt=_name_classes, **source, **more)
 
 
 def _make_row(values: Sequence[Any], names: Sequence[str | None], needs_label: bool) -> dict[str, Any]:
@@ -348,12 +313,7 @@ def build(
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
     loaded = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
-    rows, *others = row_report.take_good(loaded, on_bad_row)
-    num_rows = len(rows)
-    if others:
-        held_out = others[0]
-    else:
-        rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+    rows, held_out = documents.split_tables(recipe, loaded, on_bad_row)
     classes = find_classes(_labels(rows), recipe.num_labels)
 
     def train_tokenizer() -> PreTrainedTokenizerBase:
@@ -367,22 +327,11 @@ def build(
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
     num_cut = [part.num_cut for part in (train, rest) if part is not None]
-    if not others:
-        num_cut = [sum(num_cut)]
-    files = recipe.train_file, recipe.validation_file
-    for table, name, cut, patterns in zip(loaded, documents.name_tables(recipe), num_cut, files, strict=False):
-        notes = []
-        if table is loaded[0]:
-            notes = train.describe_labels(recipe.metrics)
-            notes += [] if rest is None else rest.describe_baseline()
-            notes += (
-                []
-                if is_builtin(recipe.dataset_name)
-                else row_report.describe_repeats(rows, held_out, PARTS_OF_ROW, "label")
-            )
-        notes += row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
-        num_held_out = num_rows - len(rows)  # none of separate ones
-        train.row_reports.append(table.report(name, num_cut=cut, num_held_out=num_held_out, notes=notes))
+    notes = [*train.describe_labels(recipe.metrics), *([] if rest is None else rest.describe_baseline())]
+    if not is_builtin(recipe.dataset_name):
+        notes += row_report.describe_repeats(rows, held_out, PARTS_OF_ROW, "label")
+    num_cut = num_cut if len(loaded) > 1 else [sum(num_cut)]
+    train.row_reports = documents.report_tables(recipe, loaded, rows, notes, num_cut)
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 
@@ -522,39 +471,27 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_se
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# files
+# rows
 
 
-def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
-    """Read the rows of the files, one at a time, and behind those of a file its `row_report.Notes`.
+def _name_classes(dataset: Dataset) -> Dataset:
+    """Give the names of classes in place of their numbers; -1 stands for none."""
+    for column, feature in dataset.features.items():
+        if isinstance(feature, ClassLabel):
+            dataset = dataset.map(
+                lambda row, column=column, names=feature.names: {
+                    column: names[row[column]] if row[column] >= 0 else None
+                },
+                features=Features(dataset.features | {column: Value("string")}),
+            )
+    return dataset
 
-    Raises:
-        UsageError: a fault that is not one row's.
-    """
-    for file in files:
-        yield from _read_source(row_files.read_rows(file), columns, needs_label)
 
-
-def _read_dataset(
-    dataset: Dataset, name: str, split: str, columns: Columns, needs_label: bool
+def _read(
+    rows: Iterable[tuple[str, Any]], _: str | None, columns: Columns, needs_label: bool
 ) -> Iterator[dict[str, str | None]]:
-    """Read the rows of a split of a dataset, in which classes may be numbers, as `_read` those of a file."""
-    place = f"dataset_name {name!r}"
-    label = columns.find(place, dataset.column_names, needs_label)[2]
-    feature = dataset.features.get(label)
+    """Read rows, and behind them their `row_report.Notes`. Raises UsageError at a fault that is not one row's."""
 
-    def name_class(row: dict[str, Any]) -> dict[str, Any]:
-        return row | {label: feature.names[row[label]] if row[label] >= 0 else None}
-
-    rows = map(name_class, dataset) if isinstance(feature, ClassLabel) else dataset
-    yield from _read_source(
-        ((f"{place}, split {split!r}, row {number}", row) for number, row in enumerate(rows)), columns, needs_label
-    )
-
-
-def _read_source(
-    rows: Iterable[tuple[str, Any]], columns: Columns, needs_label: bool
-) -> Iterator[dict[str, str | None]]:
     def find(place: str, present: list[str], _: bool) -> tuple[str | None, ...]:
         return columns.find(place, present, needs_label)
 

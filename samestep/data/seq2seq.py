@@ -15,7 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from samestep.data import documents, row_files, row_report, speech
+from samestep.data import documents, row_report, speech
 from samestep.data.arrow import Dataset, Features, List, ListColumn, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.seq2seq_rows import Columns, load_rows
@@ -320,12 +320,7 @@ def build(
     if is_builtin(recipe.dataset_name) and recipe.modality == "speech":
         return _draw_recordings(recipe, num_proc)
     loaded = _load_tables(recipe, num_proc)
-    rows, *others = row_report.take_good(loaded, on_bad_row)
-    num_rows = len(rows)
-    if others:
-        held_out = others[0]
-    else:
-        rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+    rows, held_out = documents.split_tables(recipe, loaded, on_bad_row)
     tokenizer = _choose_tokenizer(recipe, rows)
 
     def make(rows: Dataset, description: str) -> Pairs:
@@ -337,13 +332,9 @@ def build(
         return Pairs(rows, sources, tokenizer, recipe, num_proc=num_proc, description=description)
 
     train, rest = make(rows, "training pairs"), make(held_out, "held-out pairs") if len(held_out) else None
-    files = recipe.train_file, recipe.validation_file
-    for table, name, patterns in zip(loaded, documents.name_tables(recipe), files, strict=False):
-        notes = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
-        if table is loaded[0] and recipe.modality == "text" and not is_builtin(recipe.dataset_name):
-            notes += row_report.describe_repeats(rows, held_out, ("source", "target"))
-        held = num_rows - len(rows) if table is loaded[0] else 0
-        train.row_reports.append(table.report(name, num_held_out=held, notes=notes))
+    is_own = recipe.modality == "text" and not is_builtin(recipe.dataset_name)
+    notes = row_report.describe_repeats(rows, held_out, ("source", "target")) if is_own else []
+    train.row_reports = documents.report_tables(recipe, loaded, rows, notes)
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_files, row_report, tables
-from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
+from samestep.data.arrow import Features, Value, datasets
 from samestep.errors import UsageError, nearest
 
 FEATURES = Features(dict.fromkeys(("source", "target", "origin"), Value("string"))) if datasets else None
@@ -86,48 +85,18 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    columns: Columns = Columns(),
-    num_proc: int | None = None,
-) -> row_report.Table:
-    """Load sources and targets from exactly one of `train_file` and `dataset_name`; arguments as of
-    `labelled_texts.load_rows`.
+def load_rows(*, columns: Columns = Columns(), **source: Any) -> row_report.Table:
+    """Load sources and targets; `source` as of `documents.load_source`.
 
     Returns:
         A memory-mapped dataset with columns `source`, `target` and `origin` (the file's name without its ending; None of the
         hub), and what is known of rows that cannot be used.
     """
-    options: dict[str, Any] = {"columns": columns}
-    if train_file:
-        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
-        key: Any = keys, options, hash_modules(__name__)
-        workers = min(num_proc or 1, len(files))
-        rows = documents.cache_rows(_read, FEATURES, key=key, num_proc=workers, files=files, **options)
-    else:
-        dataset = documents.load_hub(str(dataset_name), dataset_config_name, split, num_proc)
-        options["place"] = f"dataset_name {dataset_name!r}, split {split!r}"
-        key = rows_fingerprint(dataset), options, hash_modules(__name__)
-        rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
-    return row_report.split_notes(rows, "source")
+    return documents.load_source(_read, FEATURES, "source", columns=columns, **source)
 
 
-def _read(files: Sequence[str], columns: Columns) -> Iterator[dict[str, Any]]:
-    for file in files:
-        yield from _read_source(row_files.read_rows(file), columns, Path(file).stem)
-
-
-def _read_dataset(dataset: Dataset, columns: Columns, place: str) -> Iterator[dict[str, Any]]:
-    rows = ((f"{place}, row {number}", row) for number, row in enumerate(dataset))
-    yield from _read_source(rows, columns, None)
-
-
-def _read_source(rows: Iterable[tuple[str, Any]], columns: Columns, origin: str | None) -> Iterator[dict[str, Any]]:
-    notes = row_report.Notes()
+def _read(rows: Iterable[tuple[str, Any]], file: str | None, columns: Columns) -> Iterator[dict[str, Any]]:
+    notes, origin = row_report.Notes(), Path(file).stem if file else None
     flat = ((place, flatten(values) if isinstance(values, Mapping) else values) for place, values in rows)
 
     def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

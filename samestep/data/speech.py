@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import audio, documents, row_files, row_report, tables
-from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules, hash_parts
+from samestep.data.arrow import Dataset, Features, Value, datasets, hash_parts
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe import extras
 from samestep.recipe.tasks.seq2seq_finetuning import POSITIONS_PER_SECOND, Seq2SeqFineTuning
@@ -40,58 +39,31 @@ TEXTS = ("text", "sentence", "transcription", "transcript", "normalized_text", "
 
 
 def load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    columns: tuple[str | None, str | None] = (None, None),
-    max_seconds: float = 30.0,
-    num_proc: int | None = None,
+    *, columns: tuple[str | None, str | None] = (None, None), max_seconds: float = 30.0, **source: Any
 ) -> row_report.Table:
-    """Load recordings and texts from exactly one of `train_file` and `dataset_name`, as `seq2seq_rows.load_rows` does.
+    """Load recordings and texts, as `seq2seq_rows.load_rows` does.
 
     Args:
         columns: names of the two columns; None: found by their usual names.
         max_seconds: of a recording; a longer one is a row that cannot be used.
+        source: as of `documents.load_source`.
     """
     extras.require("speech", "training on speech")
-    options: dict[str, Any] = {"columns": columns, "max_seconds": max_seconds}
-    modules = hash_modules(__name__, audio.__name__)
-    if train_file:
-        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
-        workers = min(num_proc or 1, len(files))
-        rows = documents.cache_rows(
-            _read, FEATURES, key=(keys, options, modules), num_proc=workers, files=files, **options
-        )
-    else:
-        dataset = documents.load_hub(str(dataset_name), dataset_config_name, split, num_proc)
-        for name, feature in dataset.features.items():
-            if isinstance(feature, datasets.Audio):
-                dataset = dataset.cast_column(name, datasets.Audio(decode=False))
-        options["place"] = f"dataset_name {dataset_name!r}, split {split!r}"
-        key = rows_fingerprint(dataset), options, modules
-        rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
-    return row_report.split_notes(rows, "target")
+    more: dict[str, Any] = {"columns": columns, "max_seconds": max_seconds, "modules": [audio.__name__]}
+    return documents.load_source(_read, FEATURES, "target", adapt=_keep_encoded, **source, **more)
 
 
-def _read(files: Sequence[str], **options: Any) -> Iterator[dict[str, Any]]:
-    for file in files:
-        yield from _read_source(row_files.read_rows(file), Path(file).stem, str(Path(file).parent), **options)
+def _keep_encoded(dataset: Dataset) -> Dataset:
+    for name, feature in dataset.features.items():
+        if isinstance(feature, datasets.Audio):
+            dataset = dataset.cast_column(name, datasets.Audio(decode=False))
+    return dataset
 
 
-def _read_dataset(dataset: Dataset, place: str, **options: Any) -> Iterator[dict[str, Any]]:
-    rows = ((f"{place}, row {number}", row) for number, row in enumerate(dataset))
-    yield from _read_source(rows, None, "", **options)
-
-
-def _read_source(
-    rows: Iterable[tuple[str, Any]],
-    origin: str | None,
-    folder: str,
-    columns: tuple[str | None, str | None],
-    max_seconds: float,
+def _read(
+    rows: Iterable[tuple[str, Any]], file: str | None, columns: tuple[str | None, str | None], max_seconds: float
 ) -> Iterator[dict[str, Any]]:
+    origin, folder = (Path(file).stem, str(Path(file).parent)) if file else (None, "")
     notes = row_report.Notes()
 
     def make(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

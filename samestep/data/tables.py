@@ -332,7 +332,9 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
             last_line = number
             yield last_line, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        remedy = "Close its quotation marks, or mend it."
+        remedy = (
+            f"Close its quotation marks. A mark inside a quoted cell is written twice: {reading.mark}{reading.mark}."
+        )
         if f"\\{reading.mark}" in next(_read_texts(file, reading.first_line + rows.line_num - 1), ""):
             remedy = f"It has \\{reading.mark} inside a cell: double the mark ({reading.mark}{reading.mark}) instead."
         raise UsageError(f"{file}: the row after line {last_line} is not CSV: {error}. {remedy}") from error

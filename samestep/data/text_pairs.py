@@ -16,10 +16,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_files, row_report, tables
 from samestep.data.arrow import Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
-from samestep.data.builtin import find_builtin, is_builtin
+from samestep.data.builtin import is_builtin
 from samestep.data.tokenizer import (
     TokenizedTexts,
     choose_tokenizer,
@@ -99,47 +98,17 @@ class Columns:
         return (query, positive, *(negatives if self.has_negatives else ()))
 
 
-def load_rows(
-    *,
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    split: str = "train",
-    columns: Columns = Columns(),
-    num_proc: int | None = None,
-) -> row_report.Table:
-    """Load pairs of texts from exactly one of `train_file` and `dataset_name`; arguments as of `labelled_texts.load_rows`.
+def load_rows(*, columns: Columns = Columns(), **source: Any) -> row_report.Table:
+    """Load pairs of texts; `source` as of `documents.load_source`.
 
     Returns:
         A memory-mapped dataset with columns `query`, `positive`, `negatives` (a list, which may be empty) and `source` (the
         module of built-in pairs, else None), and what is known of rows that cannot be used.
     """
-    if is_builtin(dataset_name):
-        return row_report.Table(find_builtin("pairs of texts", str(dataset_name))(), row_report.Notes())
-    options: dict[str, Any] = {"columns": columns}
-    if train_file:
-        files, keys = row_files.find_files(train_file, row_files.ROW_READERS)
-        key: Any = keys, options, hash_modules(__name__)
-        workers = min(num_proc or 1, len(files))
-        rows = documents.cache_rows(_read, FEATURES, key=key, num_proc=workers, files=files, **options)
-    else:
-        dataset = documents.load_hub(str(dataset_name), dataset_config_name, split, num_proc)
-        options["place"] = f"dataset_name {dataset_name!r}, split {split!r}"
-        key = rows_fingerprint(dataset), options, hash_modules(__name__)
-        rows = documents.cache_rows(_read_dataset, FEATURES, key=key, dataset=dataset, **options)
-    return row_report.split_notes(rows, "query")
+    return documents.load_source(_read, FEATURES, "query", kind="pairs of texts", columns=columns, **source)
 
 
-def _read(files: Sequence[str], columns: Columns) -> Iterator[dict[str, Any]]:
-    for file in files:
-        yield from _read_source(row_files.read_rows(file), columns)
-
-
-def _read_dataset(dataset: Dataset, columns: Columns, place: str) -> Iterator[dict[str, Any]]:
-    yield from _read_source(((f"{place}, row {number}", row) for number, row in enumerate(dataset)), columns)
-
-
-def _read_source(rows: Iterable[tuple[str, Any]], columns: Columns) -> Iterator[dict[str, Any]]:
+def _read(rows: Iterable[tuple[str, Any]], _: str | None, columns: Columns) -> Iterator[dict[str, Any]]:
     notes = row_report.Notes()
     yield from row_report.read_noted(rows, lambda place, present, _: columns.find(place, present), _make_row, notes)
     yield from notes.write(FEATURES, "query")
@@ -346,25 +315,18 @@ def build(
             f"num_negatives is {recipe.num_negatives}, but {recipe.dataset_name} has no negatives: set it to 0"
         )
     loaded = documents.load_tables(recipe, load_rows, columns=columns, num_proc=num_proc)
-    rows, *others = row_report.take_good(loaded, on_bad_row)
-    num_rows = len(rows)
-    if others:
-        held_out = others[0]
-    elif is_builtin(recipe.dataset_name) and recipe.validation_fraction:
-        rows, held_out = split_by_source(rows, recipe.validation_fraction)
+    if is_builtin(recipe.dataset_name) and recipe.validation_fraction and len(loaded) == 1:
+        rows, held_out = split_by_source(loaded[0].rows, recipe.validation_fraction)
     else:
-        rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+        rows, held_out = documents.split_tables(recipe, loaded, on_bad_row)
     tokenizer = _choose_tokenizer(recipe, rows)
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "num_negatives": recipe.num_negatives}
     settings |= {"prefixes": (recipe.query_prefix, recipe.document_prefix), "num_proc": num_proc}
     train = TextPairs(rows, tokenizer, **settings, description="training texts")
     rest = TextPairs(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
-    files = recipe.train_file, recipe.validation_file
-    for table, name, patterns in zip(loaded, documents.name_tables(recipe), files, strict=False):
-        notes = row_files.describe_sources(patterns, row_files.ROW_READERS) if patterns else []
-        if table is loaded[0] and not is_builtin(recipe.dataset_name):
-            notes += row_report.describe_repeats(rows, held_out, ("query", "positive"))
-        train.row_reports.append(table.report(name, num_held_out=num_rows - len(rows), notes=notes))
+    is_own = not is_builtin(recipe.dataset_name)
+    notes = row_report.describe_repeats(rows, held_out, ("query", "positive")) if is_own else []
+    train.row_reports = documents.report_tables(recipe, loaded, rows, notes)
     train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 

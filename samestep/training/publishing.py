@@ -119,7 +119,8 @@ def _print_summary(
     width = max(len(name) for name in shown)
     print(fold(f"\n{name_model(run)}: {recipe.description}"))
     for name, value in shown.items():
-        change = f"  (from {write_number(first[name])} at step {first['step']})" if name in first else ""
+        best = f"of step {results['best_step']}, the saved model's; " if "best_step" in results else ""
+        change = f"  ({best}from {write_number(first[name])} at step {first['step']})" if name in first else ""
         print(f"  {name:{width}}  {write_number(value)}{change}")
     files = ", ".join(
         sorted(path.name for path in output_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))

@@ -145,8 +145,8 @@ RULES = {
     ),
     "SA602": Rule(
         "compute_loss that ignores the count",
-        "this compute_loss does not use num_items_in_batch. Trainer leaves the division to it where the model takes **kwargs, as "
-        "most heads do. Gradient and logged loss are k times too large",
+        "this compute_loss does not use num_items_in_batch. Trainer leaves the division to it where the model takes **kwargs, "
+        "as most heads do. Gradient and logged loss are k times too large",
         "exact(TrainerOfYours) of samestep; or a sum, divided by num_items_in_batch where it is given",
         causes=("ignores_num_items",),
     ),

@@ -166,10 +166,9 @@ class Source:
         """List what a name is assigned by plain assignments near a node."""
         return [node.value for node in self.assignments(name, near) if _is_plain(node, name)]
 
-    def calls_of(self, pattern: str, inside: Node | None = None) -> list[ast.Call]:
-        """List the calls whose dotted name matches a pattern as a whole, those inside a node only if one is given."""
-        found = [call for call in self.calls if re.fullmatch(pattern, dotted(call.func))]
-        return found if inside is None else [call for call in found if self.is_inside(call, inside)]
+    def calls_of(self, pattern: str) -> list[ast.Call]:
+        """List the calls whose dotted name matches a pattern as a whole."""
+        return [call for call in self.calls if re.fullmatch(pattern, dotted(call.func))]
 
     def has(self, pattern: str) -> bool:
         """Tell whether the program's text has a pattern."""

@@ -5,6 +5,7 @@ does. Run as a program, this file is the other end, which several callers may sh
 """
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from ports import hold_port
@@ -210,9 +212,15 @@ def _run(
 ) -> list[int]:
     """Run processes and return their exit codes by rank; the first failure ends all."""
     main, codes = importlib.import_module(module).main, {}
+
+    def call() -> int | None:
+        os.chdir(cwd)
+        return main(*words)
+
     with hold_port() as port:
         environments = make_environments(num_processes, port)
-        pids = [_fork(main, words, rank, environment | env, cwd) for rank, env in enumerate(environments)]
+        logs = [Path(words[0]).absolute() / f"log-{rank}" for rank in range(num_processes)]
+        pids = [fork(call, *pair) for pair in zip(logs, [environment | env for env in environments], strict=True)]
 
         def is_over() -> bool:
             for pid in set(pids) - codes.keys():
@@ -245,26 +253,27 @@ def make_environments(num_processes: int, port: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
 
 
-def _fork(main, words: list[str], rank: int, environment: dict[str, str], cwd: str) -> int:
+def fork(call: Callable[[], int | None], log: Path, environment: dict[str, str], mode: str = "wb") -> int:
+    """Call something in a new process, whose output goes into `log`; it ends with what the call returns, or 1."""
     sys.stdout.flush()
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
+    code = None
     try:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(Path(words[0]) / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        for opened, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(opened, target)
+        with open(os.devnull, "rb") as nothing, open(log, mode) as output:
+            for opened, target in ((nothing, 0), (output, 1), (output, 2)):
+                os.dup2(opened.fileno(), target)
+        sys.stdout.reconfigure(line_buffering=True)
+        faulthandler.enable()
         os.environ.update(environment)
-        os.chdir(cwd)
-        main(*words)
+        code = call()
     except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(1)
+        os._exit(1 if code is None else code)
 
 
 if __name__ == "__main__":

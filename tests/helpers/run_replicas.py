@@ -4,21 +4,18 @@ Tests call `main` through a fork server; a benchmark uses `Scene` in a process t
 """
 
 import contextlib
-import faulthandler
 import functools
 import json
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import lost_connections
 from blank import draw_nothing
 from common import ROOT, launch_environment
-from forked import make_environments
 from ports import hold_port
 from waiting import PATIENCE, until
 
@@ -45,25 +42,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def fork(call: Callable[[], Any], log: Path, environment: dict[str, str]) -> int:
     """Call something in a new process, whose output goes to the end of `log`."""
-    sys.stdout.flush()
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for target in (1, 2):
-            os.dup2(output, target)
-        sys.stdout.reconfigure(line_buffering=True)
-        faulthandler.enable()
-        os.environ.update(environment)
-        code = exit_code(call)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    return forked.fork(lambda: exit_code(call), log, environment, "ab")
 
 
 def serve_lighthouse(port: int, join_timeout: float) -> None:
@@ -125,7 +104,7 @@ def train_together(
     pids = []
     codes: dict[int, int] = {}
     with hold_port() as port:
-        for rank, variables in enumerate(make_environments(num_processes, port)):
+        for rank, variables in enumerate(forked.make_environments(num_processes, port)):
             own = environment if rank + 1 == num_processes else others
             pids.append(fork(call, log, own | launch | variables))
         signal.signal(lost_connections.DROP, signal.SIG_IGN)

@@ -99,7 +99,9 @@ def make_config(usual: PreTrainedConfig) -> Any:
     small = {
         name: value
         for name, usual_value in fields.items()
-        if name not in parts and (value := _shrink(name, usual_value, fields)) != usual_value
+        if name not in parts
+        # What is small already is said, too: else it would be what the class has if nobody says it
+        and ((value := _shrink(name, usual_value, fields)) != usual_value or SIZES.get(name) == value)
     }
     renamed, kind = getattr(type(usual), "attribute_map", {}), type(usual)
     set_too = {

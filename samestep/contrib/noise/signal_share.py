@@ -27,9 +27,7 @@ class SignalShare(NamedTuple):
         return self.value > MIN_SHARE and math.isfinite(self.high)
 
 
-def find_signal_share(
-    windows: Sequence[Sequence[Measurement]], batch: int, confidence: float = CONFIDENCE
-) -> SignalShare:
+def find_signal_share(windows: Sequence[Sequence[Measurement]], batch: int) -> SignalShare:
     """Find the share of the signal in steps of `batch` samples: the mean over windows of a training.
 
     Tokens that a batch takes are linear in this share (`tokens_ratio`), and so in its mean over the training, although the
@@ -54,7 +52,7 @@ def find_signal_share(
         variances.append(sum(residual * residual for residual in residuals) / (n * (n - 1)))
     degrees = sum(len(window) - 1 for window in windows)
     value = sum(shares) / len(windows)
-    half = t_quantile(0.5 + confidence / 2, degrees) * math.sqrt(sum(variances)) / len(windows)
+    half = t_quantile(0.5 + CONFIDENCE / 2, degrees) * math.sqrt(sum(variances)) / len(windows)
     return SignalShare(*(min(share, 1.0) for share in (value, value - half, value + half)))
 
 

@@ -10,45 +10,16 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from common_models import flags
+from media_models import bart, translations
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import BartConfig, BartForConditionalGeneration
 
 b, k = flags()
 torch.manual_seed(0)
-VOCAB, EOS = 40, 2
+EOS = 2
 
 
-def pairs(n=80, low=3, high=14):
-    g = torch.Generator().manual_seed(11)
-
-    def draw(a, z):
-        return torch.randint(4, VOCAB, (int(torch.randint(a, z, (), generator=g)),), generator=g)
-
-    return [(draw(low, high), draw(2, 10)) for _ in range(n)]
-
-
-model = BartForConditionalGeneration(
-    BartConfig(
-        vocab_size=VOCAB,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=40,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        use_cache=False,
-    )
-).double()
+model = bart()
 
 
 def collate(rows):
@@ -59,7 +30,7 @@ def collate(rows):
 
 accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(pairs(), batch_size=b, collate_fn=collate)
+loader = DataLoader(translations(11), batch_size=b, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = iter(loader)
 while window := list(islice(batches, k)):

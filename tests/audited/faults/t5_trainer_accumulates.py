@@ -9,36 +9,16 @@ import tempfile
 
 import torch
 from common_models import flags
+from media_models import t5, translations
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 b, k = flags()
 torch.manual_seed(0)
-VOCAB, EOS = 40, 1
+EOS = 1
 
 
-def pairs(n=80, low=3, high=14):
-    g = torch.Generator().manual_seed(15)
-
-    def draw(a, z):
-        return torch.randint(4, VOCAB, (int(torch.randint(a, z, (), generator=g)),), generator=g)
-
-    return [(draw(low, high), draw(2, 10)) for _ in range(n)]
-
-
-model = T5ForConditionalGeneration(
-    T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-).double()
+model = t5()
 
 
 def collate(rows):
@@ -62,4 +42,4 @@ arguments = Seq2SeqTrainingArguments(
     dataloader_pin_memory=False,
     train_sampling_strategy="sequential",
 )
-Seq2SeqTrainer(model=model, args=arguments, train_dataset=pairs(), data_collator=collate).train()
+Seq2SeqTrainer(model=model, args=arguments, train_dataset=translations(15), data_collator=collate).train()

@@ -10,37 +10,16 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from common_models import flags
+from media_models import t5, translations
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import T5Config, T5ForConditionalGeneration
 
 b, k = flags()
 torch.manual_seed(0)
-VOCAB, EOS = 40, 1
+EOS = 1
 
 
-def pairs(n=80, low=3, high=14):
-    g = torch.Generator().manual_seed(17)
-
-    def draw(a, z):
-        return torch.randint(4, VOCAB, (int(torch.randint(a, z, (), generator=g)),), generator=g)
-
-    return [(draw(low, high), draw(2, 10)) for _ in range(n)]
-
-
-model = T5ForConditionalGeneration(
-    T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-).double()
+model = t5()
 
 
 def collate(rows):
@@ -51,7 +30,7 @@ def collate(rows):
 
 accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(pairs(77), batch_size=b, collate_fn=collate)
+loader = DataLoader(translations(17, 77), batch_size=b, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = iter(loader)
 while window := list(islice(batches, k)):

@@ -9,36 +9,14 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from common_models import flags
+from media_models import Pictures
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 b, k = flags()
 torch.manual_seed(0)
 VOCAB, EOS, START = 40, 2, 1
-
-
-class Pictures(Dataset):
-    """One to four tiles of a picture, and its caption."""
-
-    def __init__(self, n=80):
-        g = torch.Generator().manual_seed(35)
-        self.rows = []
-        for _ in range(n):
-            tiles = int(torch.randint(1, 5, (), generator=g))
-            words = int(torch.randint(2, 9, (), generator=g))
-            self.rows.append(
-                (
-                    torch.randn(tiles, 3, 8, 8, generator=g, dtype=torch.float64),
-                    torch.randint(3, VOCAB, (words,), generator=g),
-                )
-            )
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return self.rows[i]
 
 
 class Captioner(nn.Module):
@@ -75,7 +53,7 @@ def collate(rows):
 
 model = Captioner().double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-batches = iter(DataLoader(Pictures(), batch_size=b, collate_fn=collate))
+batches = iter(DataLoader(Pictures(35), batch_size=b, collate_fn=collate))
 while window := list(islice(batches, k)):
     num_targets = sum((batch[-1] != -100).sum() for batch in window)
     for tiles, tile_mask, given, labels in window:
