@@ -16,7 +16,7 @@ import torch
 from samestep import cli
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data import chat_templates
+from samestep.data import chat_templates, conversation_rows
 from samestep.data.builtin import doctest_chats, drawn_chats
 from samestep.data.conversations import build
 from samestep.data.steps import Steps
@@ -1041,6 +1041,21 @@ def test_the_command_shows_data(capsys):
     assert out.count("<|im_end|>]]") == 4
     assert "\ntrained: " in out
     assert out.splitlines()[-1].startswith("held out: 10 pairs of answers (columns prompt, chosen, rejected; ")
+
+
+def test_two_turns_of_one_role_in_a_row_are_said_and_results_of_tools_are_none(tmp_path):
+    user, answer, tool = ({"role": role, "content": role} for role in ("user", "assistant", "tool"))
+    chats = [[user, answer], [user, answer, tool, tool, answer], [user, answer, answer], [user, user, answer]]
+    notes = {}
+    for name, kept in (("all", chats), ("one", chats[:3]), ("none", chats[:2])):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in kept))
+        notes[name] = conversation_rows.report_rows(name, conversation_rows.load_rows([str(file)]), [str(file)]).notes
+    assert notes["none"] == []
+    place = tmp_path / "one.jsonl"
+    assert notes["one"] == [f"1 row has two turns of one role in a row: first {place}:3, assistant"]
+    place = tmp_path / "all.jsonl"
+    assert notes["all"] == [f"2 rows have two turns of one role in a row: first {place}:3, assistant"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A row is turns or a text before the answer, and one answer, or a preferred and a
 """
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.row_forms import RowReader
 from samestep.data.row_report import BadRow, Notes, Problem, RowReport, Table, count_unused, refuse, split_notes
 from samestep.errors import UsageError, nearest
+from samestep.printing import format_count
 
 NAMES = ("columns", "row", "place", "source", "unused")
 FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None
@@ -78,7 +80,7 @@ def load_sources(recipe: Any) -> list[Source]:
         loaded[HELD_OUT] = load_rows(recipe.validation_file, **options)
     files: dict[str, Sequence[str]] = {entry: [entry] for entry in entries if _is_file(recipe, entry)}
     files |= {"train_file": recipe.train_file or (), HELD_OUT: recipe.validation_file or ()}
-    reports = {entry: _report(entry, table, files.get(entry, ())) for entry, table in loaded.items()}
+    reports = {entry: report_rows(entry, table, files.get(entry, ())) for entry, table in loaded.items()}
     _check_columns(recipe, reports)
     good = {entry: table.rows for entry, table in loaded.items()}
     if not all(map(len, good.values())):
@@ -109,14 +111,40 @@ def load_sources(recipe: Any) -> list[Source]:
     return sources
 
 
-def _report(entry: str, table: Table, files: Sequence[str]) -> RowReport:
+def report_rows(entry: str, table: Table, files: Sequence[str]) -> RowReport:
     """Report on the rows of a source, as far as they are read; `files` are its patterns, of a dataset none."""
     unused = count_unused(table.rows)
     named = dict.fromkeys(name for names in table.rows.unique("columns") for name in names.split(", "))
     columns = [name for name in named if unused.get(name, 0) < len(table.rows)]
     notes = row_files.describe_sources(files, row_files.ROW_READERS) if files else []
+    notes = [*notes, *_describe_repeated_roles(table.rows)]
     bad, num_used = table.notes.problems, len(table.rows)
     return RowReport(entry, table.num_read, num_used, bad=bad, columns=columns, unused=unused, notes=notes)
+
+
+def _describe_repeated_roles(rows: Dataset) -> list[str]:
+    """Say how many rows have two turns of one role in a row, which some templates refuse and others run together.
+
+    Results of tools are none of them: a turn may call several. Of more than `MAX_COMPARED` rows nothing is said.
+    """
+    if len(rows) > row_report.MAX_COMPARED:
+        return []
+    first, count = "", 0
+    for line, place in zip(rows["row"], rows["place"], strict=True):
+        role = _find_repeated_role(json.loads(line))
+        first, count = first or (role and f"{place}, {role}"), count + bool(role)
+    verb = "has" if count == 1 else "have"
+    return [f"{format_count(count, 'row')} {verb} two turns of one role in a row: first {first}"] if count else []
+
+
+def _find_repeated_role(row: Mapping[str, Any]) -> str:
+    """Find the first role, but `tool`, that has two turns in a row; empty: none has, or the row has no turns."""
+    for answer in row["answers"]:
+        turns = [turn for part in (row["prompt"], answer) if isinstance(part, list) for turn in part]
+        for before, after in itertools.pairwise(turns):
+            if before["role"] == after["role"] != "tool":
+                return str(after["role"])
+    return ""
 
 
 def _check_columns(recipe: Any, reports: Mapping[str, RowReport]) -> None:

@@ -80,8 +80,8 @@ def write(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"verdict: {verdict}, not the same bits: {amount}"
         if result["checkpoint"] is not None:
             yield (
-                "  single tensors may differ wholly all the same: where the true gradient is 0, as of the biases of "
-                "attention's keys, parameters and moments hold nothing but rounding"
+                "  single tensors may differ wholly all the same. Where the true gradient is 0, as of the biases of "
+                "attention's keys, they and their moments hold nothing but rounding"
             )
         yield "  for the same bits on any number of processes, train both with --reproducible"
     elif verdict == DIFFERENT:
@@ -93,8 +93,8 @@ def write(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"verdict: {verdict}: {amount}"
         if not result["settings"] and _begins_small(result["parting"]):
             yield (
-                "  they part by as little as rounding, which long trainings let grow; to tell it from a fault, train both with "
-                "--reproducible: then rounding is the same, and what is left is none"
+                "  they part by as little as rounding, which long trainings let grow. To tell it from a fault, train both with "
+                "--reproducible: what differs then is no rounding"
             )
 
 
