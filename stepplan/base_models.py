@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.errors import UsageError, reason
 from samestep.recipe.catalog import catalog_names, load
+from samestep.recipe.hub import WAY_OUT
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, parse_json, read_json
 from samestep.recipe.recipe import Recipe
@@ -177,7 +178,7 @@ def _download_config(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # no network, no such model, no right to see it, no JSON
         if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
             cause = getattr(error.reason, "strerror", None) or reason(OSError(error.reason))
-            raise UsageError(f"{problem}, and the hub cannot be reached ({cause}){near}") from None
+            raise UsageError(f"{problem}, and the hub cannot be reached ({cause}); {WAY_OUT}{near}") from None
         raise UsageError(
             f"{problem}, and the hub does not give its config.json ({reason(error)[:200]}){near}"
         ) from None

@@ -723,7 +723,9 @@ def test_a_merge_in_few_bits_loses_the_adapter():
 def test_adapters_are_not_resumed_on_another_base(tmp_path):
     run = AdapterRun(tmp_path)
     run.saver.save(1, 0, "")
-    with pytest.raises(UsageError, match="on another base: fingerprint of the frozen weights"):
+    with pytest.raises(
+        UsageError, match=r"on another base\. Give the base of its adapter .fingerprints: frozen weights "
+    ):
         AdapterRun(tmp_path, model_seed=1).load()
 
 

@@ -178,12 +178,23 @@ def test_an_adapter_without_its_base_is_one_clear_line(results, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((results / "adapter" / name).read_bytes())
     for base, message in (
-        ("nowhere/at/all", "an adapter of nowhere/at/all, cannot be loaded"),
+        ("nowhere/at", r"an adapter of nowhere/at, cannot be loaded.* If its base is a folder, name it: --base FOLDER"),
+        (
+            "/nowhere/at/all",
+            f"was trained on /nowhere/at/all, which is not here: put that folder, or a link to it, at {tmp_path}/base, or "
+            "name it: --base FOLDER",
+        ),
         (None, "names no base"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=message) as error:
             chat([str(tmp_path), "--once", "a"])
+        assert "\n" not in error.value.problems[0]
+    with pytest.raises(UsageError, match=r"holds no model .*: give the adapter's base"):
+        chat([str(tmp_path), "--base", "/nowhere/at/all"])
+    with pytest.raises(UsageError, match="holds no adapter: leave --base out"):
+        chat([str(results / "base"), "--base", str(results / "base")])
+    assert chat([str(tmp_path), "--base", str(results / "base"), "--once", "Say 2."]) == 0, "named"
     AutoModelForCausalLM.from_pretrained(results / "base").save_pretrained(tmp_path / "base")
     assert chat([str(tmp_path), "--once", "Say 2."]) == 0, "beside it"
 

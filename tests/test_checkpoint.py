@@ -187,7 +187,11 @@ def test_wrong_checkpoints_are_refused_with_the_reason(train, corpus, tmp_path):
     refuse(
         "another recipe, .*: max_train_steps 10 there, 20 here", "--resume_from_checkpoint latest --max_train_steps 20"
     )
-    refuse("trained on other data", f"--resume_from_checkpoint latest --train_file {other}")
+    refuse(
+        r"trained on other data: documents differ, and so does the tokenizer\. Give the data that it was trained on "
+        r"\(train_file .*\), unchanged and in the same order \(fingerprints: ",
+        f"--resume_from_checkpoint latest --train_file {other}",
+    )
     weights = stopped / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     size = weights.stat().st_size

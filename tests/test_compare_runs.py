@@ -172,6 +172,46 @@ def test_settings_and_metrics_that_differ(ask, tmp_path):
     assert "by how much: unknown (1 checkpoint of both, none differs)" in out
 
 
+@pytest.mark.parametrize(
+    ("loss", "bias", "weight", "verdict"),
+    [
+        (2.0, 0.0, 0.0, "same bits"),
+        (2.0 + 1e-8, 1.4, 1e-6, "equal to rounding"),
+        (2.0, 1.4, 1e-6, "equal to rounding"),
+        (2.0 + 1e-3, 0.0, 0.0, "different"),
+        (2.0, 0.0, 0.1, "different"),
+    ],
+)
+def test_a_comparison_ends_in_a_verdict(ask, tmp_path, loss, bias, weight, verdict):
+    """Of losses and of all parameters together: a bias without a gradient may differ wholly, the whole may not."""
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=loss)
+    for folder, scale in ((a, 0.0), (b, 1.0)):
+        tensors = {"key.bias": np.full(4, 1e-9 * (1 + scale * bias)), "weight": np.full(4, 1 + scale * weight)}
+        moments = {"optimizer.safetensors:m.key.bias/exp_avg": np.full(4, 1e-9 * (1 + scale * bias))}
+        hashes = folder.name if bias or weight else "same"
+        write_checkpoint(folder, 3, {f"model.safetensors:{n}": t for n, t in tensors.items()} | moments, hashes)
+    code, out, _ = ask(a, b, "--json")
+    assert (code, json.loads(out)["verdict"]) == (int(verdict != "same bits"), verdict)
+    text = " ".join(ask(a, b)[1].split())
+    assert (f"verdict: {verdict}" in text) == (verdict != "same bits")
+    assert ("train both with --reproducible" in text) == (verdict == "equal to rounding")
+    assert ("biases of attention's keys" in text) == (verdict == "equal to rounding")
+    if loss == 2.0 + 1e-8:
+        assert "the largest relative difference of losses and evaluations is 5.0e-09 (loss, step 3;" in text
+
+
+def test_a_difference_that_grows_from_rounding_is_said(ask, tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=2.1)
+    lines = (b / "metrics.jsonl").read_text().replace('"loss": 2.0', '"loss": 2.00000001', 1)
+    (b / "metrics.jsonl").write_text(lines)
+    text = " ".join(ask(a, b)[1].split())
+    assert (
+        "verdict: different: the largest relative difference of losses and evaluations is 5.0e-02 (loss, step 3;"
+        in text
+    )
+    assert "they part by as little as rounding, which long trainings let grow" in text
+
+
 def test_steps_that_only_one_has_and_events(ask, tmp_path):
     a, b = write_run(tmp_path / "a", 3), write_run(tmp_path / "b", 5)
     with (a / "metrics.jsonl").open("a") as file:
@@ -204,9 +244,9 @@ def test_by_how_much(ask, tmp_path):
     assert (code, result["parting"]["step"], result["num_checkpoints"]) == (1, 3, 1)
     found = {f"{t.pop('kind')} {t.pop('name')}": list(t.values()) for t in result["checkpoint"]["tensors"]}
     assert found == {
-        "parameters w": [6, 2, 2.0, pytest.approx(0.2**0.5)],
-        "parameters z": [2, 1, 0.0, 0.0],
-        "moments w/exp_avg": [6, 6, None, None],
+        "parameters w": [6, 2, 2.0, 5.0, pytest.approx(0.2**0.5)],
+        "parameters z": [2, 1, 0.0, 1.0, 0.0],
+        "moments w/exp_avg": [6, 6, None, 5.0, None],
     }
     assert result["checkpoint"]["total"] == 4
     assert "  most by |a - b|:\n    -  moments w/exp_avg, 6 of 6 elements\n" in ask(a, b)[1]

@@ -1048,7 +1048,8 @@ def test_the_command_shows_data(capsys):
     [
         (
             "show-data bert_base",
-            "show-data bert_base: its task is bert_pretraining, must be causal_lm_finetuning or seq2seq_finetuning",
+            "show-data bert_base: its task is bert_pretraining, must be causal_lm_finetuning or seq2seq_finetuning. The rows "
+            "of this one are read and counted by a rehearsal: python scripts/pretrain_bert.py --recipe bert_base --rehearse",
         ),
         ("show-data --num_samples 2", "it needs a recipe as its first word"),
         ("show-data bert_base --num_samples 0", "num_samples is 0, must be"),

@@ -29,6 +29,21 @@ def problems(call, *arguments, **keywords) -> list[str]:
     return error.value.problems
 
 
+def test_a_recipe_of_the_catalog_claims_no_measurement_of_the_one_that_it_extends():
+    inheriting = []
+    for name in catalog_names():
+        values = yaml.safe_load((recipes.CATALOG / f"{name}.yaml").read_text())
+        if values["extends"] not in catalog_names():
+            continue
+        child, parent = load(name), load(values["extends"])
+        inheriting += [field for field in ("source", "expect") if field not in values]
+        if "source" not in values:
+            assert child.source == f"extends {parent.name} ({parent.source})"
+        if "expect" not in values and child.decisive_fields() != parent.decisive_fields():
+            assert child.expect == "not measured with these values"
+    assert {*inheriting} == {"source", "expect"}, "no recipe of the catalog shows the rule"
+
+
 @pytest.mark.parametrize("name", catalog_names())
 def test_every_catalog_recipe_loads_and_says_where_it_comes_from(name):
     recipe = load(name)
@@ -37,7 +52,7 @@ def test_every_catalog_recipe_loads_and_says_where_it_comes_from(name):
     assert len(recipe.expect) > 10
     assert "TODO" not in recipe.to_yaml()
     header = (recipes.CATALOG / f"{name}.yaml").read_text().split("task:")[0].split("extends:")[0]
-    assert f"--recipe {name}" in header
+    assert f"--recipe {name}" in header, "the lines above `extends` must hold the command that trains it"
     if recipe.task == "gpt2_pretraining":
         tokens = recipe.global_batch_size * recipe.block_size
         assert f"{tokens:,} tokens per step" in " ".join(header.replace("#", " ").split())

@@ -239,8 +239,13 @@ def test_the_card_says_what_the_files_hold_and_nothing_of_this_machine(finetune,
     assert f"- **Precision**: files in {files}; trained in float32\n" in text
     assert str(tmp_path) not in text
     assert [path.parent for path in folder.rglob("README.md")] == [folder]
-    assert '"run"' in text
-    assert str(folder) in capsys.readouterr().out, "the lines that are printed are for this machine"
+    assert f'"{folder.name}"' not in text, "who is given the files has no such folder"
+    assert 'pipeline("text-generation", model="."' in text
+    is_alone = way == LORA
+    assert ("needs its base, `base-0.1B`, a folder that is not on the hub" in text) == is_alone
+    out = capsys.readouterr().out
+    assert str(folder) in out, "the lines that are printed are for this machine"
+    assert ("adapter needs" in out and "who is given" in out.lower()) == is_alone
 
 
 def test_the_card_has_the_epochs_that_were_asked_for(finetune, base):
@@ -302,6 +307,21 @@ def test_preferences_are_learned_from_an_adapter(finetune, base, tmp_path):
     name = next(name for name in tensors[0] if "lora_B" in name)
     distance, size = (tensors[0][name] - tensors[1][name]).norm(), tensors[0][name].norm()
     assert 0 < distance < 0.2 * size
+
+
+def test_an_adapter_whose_base_stayed_on_another_machine_is_one_clear_line(finetune, base):
+    """The plan of a training that goes on with it, and the training."""
+    start = finetune("start", base, LORA)
+    file = start / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "/data/elsewhere/tiny"}))
+    message = (
+        f"was trained on /data/elsewhere/tiny, which is not here: put that folder, or a link to it, at {start}/base"
+    )
+    with pytest.raises(UsageError, match=message) as error:
+        finetune("more", start, LORA)
+    assert "\n" not in error.value.problems[0]
+    (start / "base").symlink_to(base)
+    finetune("more", start, LORA)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from datasets import Dataset
 from samestep.data import labelled_texts, sentence_pairs, token_blocks
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe, train_characters, train_wordpiece
 from samestep.errors import UsageError
+from samestep.models.pretrained import find_config
+from samestep.recipe import hub
 from samestep.recipe.catalog import load
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Déjà vu: the same words, twice over." * 9]
@@ -155,6 +157,24 @@ def test_words_that_are_too_long_are_said(tmp_path):
     assert "a word has 100 letters at most, so put spaces between words" in line
     plain = build_pairs(tmp_path / "b.txt", ["some short words here.\nAnother line."] * 20)
     assert "[UNK]" not in str(plain.row_reports[0])
+
+
+def test_before_the_hub_is_asked_one_line_says_how_to_do_without(monkeypatch, capsys, tmp_path):
+    """The library is offline in tests, for it read the variable before: so nothing waits here."""
+    hub.announce.cache_clear()
+    capsys.readouterr()
+    for value, count in (("1", 0), ("0", 1), ("0", 0)):
+        monkeypatch.setenv("HF_HUB_OFFLINE", value)
+        name = f"nobody/nothing{value}"
+        with pytest.raises(UsageError, match=f"tokenizer {name} cannot be loaded") as error:
+            load_tokenizer(name, 9, (), "GPT-2")
+        err = capsys.readouterr().err
+        assert err == f"asking the hub for {name}; {hub.WAY_OUT}\n" * count
+        assert ("HF_HUB_OFFLINE=1, which ends the wait" in str(error.value)) == (value == "0")
+        assert find_config(name) is None
+    with pytest.raises(UsageError):
+        load_tokenizer(str(tmp_path), 9, (), "GPT-2")
+    assert capsys.readouterr().err == "", "a folder"
 
 
 def test_texts_of_unknown_words_alone_are_refused(tmp_path):

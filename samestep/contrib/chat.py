@@ -12,7 +12,7 @@ from samestep.cli.flags import read_folders
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import require
 from samestep.recipe.pretrained_shape import find_base
-from samestep.recipe.reading import check_model_folder, format_name, read_json
+from samestep.recipe.reading import check_model_folder, format_name, has_hub_form, read_json
 from samestep.recipe.settings import LENGTH, NOT_NEGATIVE, program_name, setting
 
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -25,6 +25,11 @@ INTERRUPTED = 130
 class ChatSettings:
     """Choose what is asked, and how it is answered"""
 
+    base: str | None = setting(
+        "folder or name of the model that an adapter is of; none: base/ in its folder or beside it, else the name in "
+        "adapter_config.json",
+        default=None,
+    )
     once: str | None = setting("the only question; none: those that are typed, or the lines of stdin", default=None)
     system: str | None = setting("what the system says first; none: what the template says", default=None)
     max_new_tokens: int = setting("tokens of an answer, at most", LENGTH, default=512)
@@ -39,7 +44,7 @@ def chat(argv: list[str]) -> int:
     """Answer questions until there is none left; return the exit code."""
     (folder,), settings = read_folders("chat", "FOLDER [--FLAG VALUE ...]", argv, ChatSettings, (1,))
     require(None, f"{program_name()} chat")
-    base = _find_whole_model(folder)  # before torch is imported
+    base = _find_whole_model(folder, settings.base)  # before torch is imported
     with contextlib.suppress(KeyboardInterrupt):
         talk = _Talk(folder, base, settings)
         is_asked = False
@@ -55,11 +60,15 @@ def chat(argv: list[str]) -> int:
     return INTERRUPTED if settings.once is not None else 0
 
 
-def _find_whole_model(folder: str) -> str:
+def _find_whole_model(folder: str, given: str | None) -> str:
     """Find the folder, or the name, of the whole model of a result: its own, or that of the base of its adapter.
 
+    Args:
+        folder: of the result.
+        given: the base that was named, by --base.
+
     Raises:
-        UsageError: the folder holds no causal language model that answers.
+        UsageError: the folder holds no causal language model that answers, or a base was named for a whole model.
     """
     path, origin = Path(folder).expanduser(), format_name(folder)
     if not path.is_dir():
@@ -68,7 +77,14 @@ def _find_whole_model(folder: str) -> str:
     is_reward = (
         f"{origin} holds a reward model, which scores texts and answers none: give a model of --objective sft or dpo"
     )
-    base = find_base(folder)
+    is_adapter = (path / "adapter_config.json").is_file() and not (path / "config.json").exists()
+    if given is not None and not is_adapter:
+        raise UsageError(f"--base is {format_name(given)}, but {origin} holds no adapter: leave --base out")
+    if given is not None and not has_hub_form(given) and not (Path(given).expanduser() / "config.json").is_file():
+        raise UsageError(
+            f"--base {format_name(given)} holds no model (there is no config.json): give the adapter's base"
+        )
+    base = given or find_base(folder, more=", or name it: --base FOLDER")
     if base is not None:
         if read_json(path / "adapter_config.json", f"{origin}: adapter_config.json").get("task_type") == "SEQ_CLS":
             raise UsageError(is_reward)
@@ -126,8 +142,10 @@ def _load_result(folder: str, base: str) -> Any:
     except UsageError:
         raise
     except Exception as error:  # of any kind: the files were written by others
-        subject = folder if folder == base else f"{folder}, an adapter of {base},"
-        raise UsageError(f"{subject} cannot be loaded: {reason(error)}. Give what a fine-tuning left") from None
+        subject, remedy = folder, "Give what a fine-tuning left"
+        if folder != base:
+            subject, remedy = f"{folder}, an adapter of {base},", "If its base is a folder, name it: --base FOLDER"
+        raise UsageError(f"{subject} cannot be loaded: {reason(error)}. {remedy}") from None
 
 
 def _read_questions() -> Iterator[str]:

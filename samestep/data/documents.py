@@ -16,6 +16,7 @@ from samestep.data.arrow import Dataset, Features, Value, datasets, hash_modules
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.errors import UsageError, explain_unwritable, nearest, reason
 from samestep.printing import format_count
+from samestep.recipe import hub
 from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault
 from samestep.recipe.tasks.text_pretraining import TextPretraining
@@ -289,6 +290,7 @@ def load_hub(
             if problem := find_fault(os.path.join(folder, file)):
                 raise UsageError(f"dataset_name {name!r}: {os.path.join(folder, file)} {problem}")
     try:
+        hub.announce(name)
         return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
     except Exception as error:  # of any kind: others wrote the files that are read
         if problem := explain_unwritable(error):
@@ -296,7 +298,8 @@ def load_hub(
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UsageError(
             f"dataset_name {name!r} (config {config!r}, split {split!r}): {reason(cause or error)}. Check the names and the "
-            f"network, or use {alternative} or dataset_name builtin/..., which need none."
+            f"network, or use {alternative} or dataset_name builtin/..., which need none"
+            f"{hub.describe_way_out(name)}."
         ) from error
 
 

@@ -19,6 +19,7 @@ from samestep.data.arrow import Dataset, ListColumn, datasets, hash_parts
 from samestep.data.row_report import RowReport
 from samestep.errors import UsageError, explain_unwritable, reason
 from samestep.printing import format_count
+from samestep.recipe import hub
 from samestep.recipe.reading import check_model_folder, format_name
 
 MIN_UNKNOWN = 0.01  # share of unknown tokens of which a run says nothing
@@ -241,6 +242,7 @@ def load_tokenizer(
         UsageError: a tokenizer that cannot be loaded, lacks a required token, or has more than `vocab_size` entries.
     """
     check_model_folder(Path(name_or_path).expanduser(), f"tokenizer {format_name(name_or_path)}")
+    hub.announce(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         entries = tokenizer.backend_tokenizer.get_vocab()
@@ -249,7 +251,7 @@ def load_tokenizer(
             raise UsageError(problem) from None
         raise UsageError(
             f"tokenizer {name_or_path} cannot be loaded ({reason(error)}): check the name or the folder"
-            f"{'' if is_required else ', or train one on the text: --tokenizer_name none'}"
+            f"{'' if is_required else ', or train one on the text: --tokenizer_name none'}{hub.describe_way_out(name_or_path)}"
         ) from None
     missing_tokens = [name for name in required_tokens if getattr(tokenizer, name) is None]
     if missing_tokens:

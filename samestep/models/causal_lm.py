@@ -41,6 +41,7 @@ from samestep.models import (
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
+from samestep.recipe import hub
 from samestep.recipe.task_settings import LanguageModelSettings
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.step import losses, noise
@@ -94,10 +95,11 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **head)
         except Exception as error:  # of any kind: network, names, files of others
-            raise UsageError(
-                f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}. Give a folder, or a name "
-                "of the hub"
-            ) from None
+            name, remedy = recipe.model_name_or_path, "Give a folder, or a name of the hub"
+            if path != name:
+                remedy = f"It is an adapter of {path}: if that is a folder, put it, or a link to it, at {name}/base"
+            remedy += hub.describe_way_out(path)
+            raise UsageError(f"model_name_or_path {name} has no config: {reason(error)}. {remedy}") from None
         model = initial_model(model_class, config, path, ("score.", "lm_head.") if is_reward else ())
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and recipe.max_seq_length > length:

@@ -26,6 +26,7 @@ from transformers.utils import cached_file
 from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
 from samestep.models import cpu_matmul, stop_tokens
+from samestep.recipe import hub
 from samestep.recipe.pretrained_shape import find_base, read_local_config
 from samestep.recipe.reading import read_json
 
@@ -36,6 +37,7 @@ def find_config(name_or_path: str) -> dict[str, Any] | None:
     config = read_local_config(name_or_path)
     if config is not None or Path(name_or_path).exists():
         return config
+    hub.announce(name_or_path)
     try:
         return read_json(Path(cached_file(name_or_path, "config.json")), f"config.json of {name_or_path}")
     except Exception:  # of any kind: network, names, files of others

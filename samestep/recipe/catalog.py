@@ -192,7 +192,12 @@ def _read(name_or_file: str, ancestors: Sequence[str]) -> dict[str, Any]:
     if str(base).endswith((".yaml", ".yml")):
         base = path.parent / base
     base_values = _read(str(base), (*ancestors, name_or_file))
-    return overlay(base_values, values) if is_shipped else _change(base_values, values, str(base))
+    if not is_shipped:
+        return _change(base_values, values, base)
+    if "source" not in base_values:  # a task's base
+        return overlay(base_values, values)
+    # What another recipe of the catalog was measured to reach is no promise of this one
+    return _change(base_values, {"source": f"extends {base} ({base_values['source']})"} | values, base)
 
 
 _read_shipped = functools.cache(read_yaml)  # the bases are those of many recipes

@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.recipe import catalog as recipes
-from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
+from samestep.recipe.reading import check_model_folder, format_name, format_value, has_hub_form, read_json
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.recipe.tasks.embedding_training import EmbeddingTraining
@@ -61,12 +61,16 @@ def read_local_config(name_or_path: str) -> dict[str, Any] | None:
     return read_json(path, f"{origin}: config.json") if path.is_file() else None
 
 
-def find_base(name_or_path: str) -> str | None:
-    """Find the base of an adapter in a folder: `base/` beside it, or beside the run of a checkpoint, else what its
+def find_base(name_or_path: str, more: str = "") -> str | None:
+    """Find the base of an adapter in a folder: `base/` in it, or beside it (of a checkpoint: in its run), else what its
     adapter_config.json names; None: the folder holds a whole model, or none, or it is a name on the hub.
 
+    Args:
+        name_or_path: of a model, or an adapter.
+        more: a further remedy of who asks, for the message.
+
     Raises:
-        UsageError: the file names no base.
+        UsageError: the file names no base, or a folder that is not here, as of the machine on which the adapter was trained.
     """
     folder = Path(name_or_path).expanduser()
     path = folder / "adapter_config.json"
@@ -78,7 +82,14 @@ def find_base(name_or_path: str) -> str | None:
     origin = f"the adapter in {format_name(name_or_path)}"
     base = read_json(path, f"{origin}: adapter_config.json").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise UsageError(f"{origin}: adapter_config.json names no base: put the base beside it, in base/")
+        raise UsageError(
+            f"{origin}: adapter_config.json names no base: put the base, or a link to it, at {folder}/base{more}"
+        )
+    if not has_hub_form(base) and not Path(base).expanduser().exists():
+        raise UsageError(
+            f"{origin} was trained on {format_name(base)}, which is not here: put that folder, or a link to it, at "
+            f"{folder}/base{more}"
+        )
     return base
 
 

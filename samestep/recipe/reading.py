@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -185,6 +186,15 @@ def check_model_folder(folder: str | os.PathLike[str], origin: str) -> None:
                     )
         except OSError as error:
             raise UsageError(f"{origin} cannot be read: {error.strerror or error}") from None
+
+
+def has_hub_form(name: str) -> bool:
+    """Tell whether a text may be a name on the hub, OWNER/NAME or NAME; a path of more parts, or from the root, is none.
+
+    >>> has_hub_form("Qwen/Qwen3-8B"), has_hub_form("/data/qwen"), has_hub_form("runs/a/b")
+    (True, False, False)
+    """
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def format_value(value: Any, max_length: int = 60) -> str:

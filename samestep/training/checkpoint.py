@@ -29,7 +29,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,8 @@ WORKERS = "workers"
 """Part of a checkpoint with the state of the recipe's `communication`."""
 FROZEN = "frozen weights"
 """Name in messages of the weights that `fingerprint_frozen` is of."""
+FOLLOWING = ("tokenizer", "template", "mask")
+"""Fingerprints that may follow from the texts, as of a vocabulary that was trained on them."""
 LATER_FIELDS = (
     "global_batch_size",
     "batch_schedule",
@@ -867,6 +869,41 @@ def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | 
     return build(type(recipe), vars(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
 
 
+def _check_data(folder: Path, state: State, data_fingerprints: Mapping[str, str]) -> None:
+    """Refuse other data than those of a checkpoint, naming first what people change, and hashes last.
+
+    Raises:
+        UsageError: a fingerprint differs.
+    """
+    saved = state.data_fingerprints
+    names = [name for name, fingerprint in data_fingerprints.items() if saved.get(name) != fingerprint]
+    if not names:
+        return
+    hashes = ", ".join(f"{name} {saved.get(name)} there, {data_fingerprints[name]} here" for name in names)
+    own = [name for name in names if name not in FOLLOWING]
+    if own == [FROZEN]:
+        problem, remedy = "another base", "Give the base of its adapter"
+    elif not own:
+        problem, remedy = (
+            f"the same data with another {' and another '.join(names)}",
+            "Give the ones it was trained with",
+        )
+    else:
+        following = " and the ".join(name for name in names if name in FOLLOWING)
+        named = ", ".join(f"{field} {value}" for field, value in _name_data(folder).items())
+        problem = f"other data: {' and '.join(own)} differ" + (f", and so does the {following}" if following else "")
+        place = f" ({named})" if named else ""
+        remedy = f"Give the data that it was trained on{place}, unchanged and in the same order"
+    raise UsageError(f"checkpoint {folder} was trained on {problem}. {remedy} (fingerprints: {hashes})")
+
+
+def _name_data(folder: Path) -> dict[str, str]:
+    """Name the data of a checkpoint's recipe as they were given: field -> value, of those that are given."""
+    values = _read_recipe(folder)
+    named = {key: values.get(key) for key in ("train_file", "train_dir", "dataset_name") if values.get(key)}
+    return {key: " ".join(value) if isinstance(value, list | tuple) else str(value) for key, value in named.items()}
+
+
 def load(
     accelerator: Accelerator,
     folder: Path,
@@ -881,18 +918,7 @@ def load(
         UsageError: the checkpoint was trained on other data, its tensors do not fit the model, or this process does not see the
             folder.
     """
-    for name, fingerprint in data_fingerprints.items():
-        if (saved_fingerprint := state.data_fingerprints.get(name)) != fingerprint:
-            is_base = name == FROZEN
-            remedy = (
-                "the base of its adapter"
-                if is_base
-                else "the same ones, in the same order, and for text the same tokenizer"
-            )
-            raise UsageError(
-                f"checkpoint {folder} was trained on {'another base' if is_base else 'other data'}: fingerprint of the {name} "
-                f"{saved_fingerprint} there, {fingerprint} here. Give {remedy}"
-            )
+    _check_data(folder, state, data_fingerprints)
     bare_model = accelerator.unwrap_model(model)
     current = get_optimizer_state_dict(model, _unwrap(optimizer))
     own_tensors, frozen = get_model_state_dict(model), find_frozen(bare_model)

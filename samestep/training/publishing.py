@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.models import pretrained
 from samestep.printing import fold, write_number
+from samestep.recipe.pretrained_shape import find_base
 from samestep.training import checkpoint
 from samestep.training.launch import is_sharded
 from samestep.training.output_folder import read_metrics
@@ -98,6 +99,16 @@ def name_model(run: "Run") -> str:
     return (run.settings.hub_model_id or run.output_dir.resolve().name).rpartition("/")[2]
 
 
+def find_local_base(run: "Run") -> str | None:
+    """Find the folder of this machine that the saved adapter needs; None: a whole model was saved, or the base is the hub's, or
+    lies beside the adapter."""
+    adapter, start = run.output_dir / "adapter_config.json", getattr(run.recipe, "model_name_or_path", None)
+    if start is None or not adapter.is_file():
+        return None
+    base = find_base(start) or start
+    return base if Path(base).expanduser().exists() else None
+
+
 def _print_summary(
     run: "Run", results: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], usage: str
 ) -> None:
@@ -117,6 +128,13 @@ def _print_summary(
     newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
     code = "".join(f"  {line}\n" for line in usage.replace("OUTPUT_DIR", str(output_dir)).split("\n"))
     print(fold(f"\nWrote {output_dir}/: {files}{''.join(newest)}"))
+    if base := find_local_base(run):
+        print(
+            fold(
+                f"\nThe adapter needs {base}, a folder of this machine. Who is given the adapter needs that folder, too, at "
+                f"{output_dir.name}/base"
+            )
+        )
     command = _own_command()
     talks = getattr(recipe, "objective", "reward") != "reward" and run.data[0].tokenizer.chat_template is not None
     talks = talks and not getattr(recipe, "images", False)

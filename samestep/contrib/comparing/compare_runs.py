@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from samestep.contrib.comparing import verdict
 from samestep.errors import UsageError, reason
 from samestep.printing import format_count
 from samestep.recipe.reading import format_name, format_value, read_json
@@ -38,6 +39,8 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
         JSON values. Where two values stand for one, they are A's and B's.
 
         - `runs`: the folders.
+        - `verdict`: "same bits", "equal to rounding", "different", or "other steps": nothing differs of the steps of both.
+        - `largest`: null, or where losses and evaluations differ the most, relatively: `step`, `name`, `relative`.
         - `is_identical`: whether both have the same steps, and nothing that was compared differs.
         - `settings`: {"recipe", "run", "versions" or "data": {name: [value, value]}}, those that differ.
         - `events`: [lines, lines] of metrics.jsonl that are events; they may differ between identical runs.
@@ -49,8 +52,8 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
           first digests that differ: `step`, `step_before` (the last digests that are the same; null: none), and
           {"gradients", "parameters" and "moments": {"names": those that differ, "total": number of all}}.
         - `checkpoint`: null, or the first checkpoint of both that differs: `step`, `total` (tensors) and `tensors`, those that
-          differ, with `kind`, `name`, `num_elements`, `num_different`, `largest` (|a - b|) and `relative` (||a - b|| / ||a||,
-          L2 norms; null: it is no number).
+          differ, with `kind`, `name`, `num_elements`, `num_different`, `largest` (|a - b|), `norm` (||a||) and `relative`
+          (||a - b|| / ||a||, L2 norms; null: it is no number).
 
     Raises:
         UsageError: a folder that holds no run, or a file that a run does not write so.
@@ -82,7 +85,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
         }
         metrics = {name: {"values": pair, "relative": _relative(*pair)} for name, pair in pairs.items()}
         parting = {"step": first, "metrics": metrics, "digests": digests}
-    return {
+    result = {
         "runs": list(folders),
         "is_identical": first is None and steps[0] == steps[1] != set(),
         "settings": _compare_settings(a, b),
@@ -94,7 +97,9 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
         "lone_steps": [[min(rest), max(rest)] if rest else None for rest in lone_steps],
         "parting": parting,
         "checkpoint": checkpoint,
+        "largest": verdict.find_largest(lines_a, lines_b),
     }
+    return result | {"verdict": verdict.judge(result)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,7 +262,13 @@ def _compare_arrays(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any
     """Compare two tensors to the bit; None: they are the same."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         sizes = [array.size for array in (a, b) if array is not None]
-        return {"num_elements": max(sizes), "num_different": max(sizes), "largest": None, "relative": None}
+        return {
+            "num_elements": max(sizes),
+            "num_different": max(sizes),
+            "largest": None,
+            "norm": None,
+            "relative": None,
+        }
     a, b = (array.reshape(-1) for array in (a, b))
     num_different, largest, square, whole_square = 0, 0.0, 0.0, 0.0
     for start in range(0, a.size, CHUNK):
@@ -277,6 +288,7 @@ def _compare_arrays(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any
         "num_elements": a.size,
         "num_different": num_different,
         "largest": _finite(largest),
+        "norm": _finite(math.sqrt(whole_square)),
         "relative": _finite(relative),
     }
 
@@ -312,6 +324,7 @@ def write(result: dict[str, Any]) -> Iterator[str]:
     else:
         yield from _write_parting(result["parting"])
         yield from _write_checkpoint(result)
+        yield from verdict.write(result)
 
 
 def _write_value(value: Any) -> str:

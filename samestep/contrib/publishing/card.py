@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError
 from samestep.printing import write_number
-from samestep.recipe.reading import read_text
+from samestep.recipe.reading import has_hub_form, read_text
 from samestep.recipe.recipe import Recipe
 from samestep.training.digest import read_cpuinfo
 from samestep.training.launch import describe_reduce_dtype
-from samestep.training.publishing import UNITS, ends_within_a_step, name_model
+from samestep.training.publishing import UNITS, ends_within_a_step, find_local_base, name_model
 from samestep.training.run import Run
 
 if TYPE_CHECKING:  # imported by who writes a card
@@ -141,7 +140,7 @@ def device_name(device: torch.device) -> str:
 def _is_on_hub(name: str | None) -> bool:
     if name is None or os.path.exists(name) or name.startswith("builtin/"):
         return False
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    return has_hub_form(name)
 
 
 @functools.cache  # each is read from a long file
@@ -177,19 +176,20 @@ def write(
         evaluations: `step` and metrics of each, in order.
         usage: lines of Python that load the model; OUTPUT_DIR stands for its place.
         pictures: names of files beside the card.
-        repo_id: repository on the hub, from which the model is loaded; None: the output folder.
+        repo_id: repository on the hub, from which the model is loaded; None: the folder of the card, wherever it was copied to.
     """
-    recipe, settings = training.recipe, training.settings
     front = training.metadata("transformers" if "transformers" in usage else "pytorch")
     sources = _group_by_source(results)
     columns = [name for name in evaluations[-1] if "/" not in name] if evaluations else []
     every = -(-len(evaluations) // MAX_EVALUATIONS)
-    base = getattr(recipe, "model_name_or_path", None)
+    local_base = find_local_base(training.run)
     text = _compile_template().render(
         front=front.to_yaml(original_order=FRONT),
         training=training,
         facts=_describe(training, results),
-        usage=_localize(usage, base).replace("OUTPUT_DIR", repo_id or _portable(settings.output_dir)),
+        usage=usage.replace(f'"{local_base}"', '"base"').replace("OUTPUT_DIR", repo_id or "."),
+        is_local=repo_id is None,
+        local_base=local_base and Path(local_base).name,
         results=results,
         pictures=list(pictures),
         sources=sources,
@@ -226,23 +226,6 @@ def _describe(training: Training, results: Mapping[str, Any]) -> dict[str, str]:
         untrained = f"; the positions beyond, up to {positions:,}, are untrained" if positions > length else ""
         facts["Length"] = f"at most {length:,} tokens{untrained}"
     return {name: text for name, text in facts.items() if text is not None}
-
-
-def _portable(path: str) -> str:
-    """Return a path without what only this machine has: below the working folder, or its last name.
-
-    >>> _portable("runs/a"), _portable("/home/me/runs/a")
-    ('runs/a', 'a')
-    """
-    place, here = Path(path), Path.cwd()
-    if not place.is_absolute():
-        return path
-    return str(place.relative_to(here)) if place.is_relative_to(here) and place != here else place.name
-
-
-def _localize(usage: str, base: str | None) -> str:
-    """Replace a base's path on this machine in lines of Python."""
-    return usage if base is None else usage.replace(f'"{base}"', f'"{_portable(base)}"')
 
 
 def _num_positions(recipe: Recipe) -> int | None:

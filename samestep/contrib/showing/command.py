@@ -6,7 +6,6 @@ import sys
 from samestep.cli.flags import read_recipe, write_file
 from samestep.errors import UsageError
 from samestep.printing import fold
-from samestep.recipe import catalog as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import choice, limit, program_name, setting
@@ -33,9 +32,12 @@ def show_data(argv: list[str]) -> None:
     """Show samples of a recipe's data, or write a page about them."""
     recipe, settings, _, _ = read_recipe("show-data", argv, ShowDataSettings)
     if recipe.task not in SHOWN:
-        others = [other for other in recipes.catalog_names() if recipes.load(other).task in SHOWN]
-        problem = f"its task is {recipe.task}, must be {' or '.join(SHOWN)}: {', '.join(others) or 'none'}"
-        raise UsageError(f"show-data {format_name(argv[0])}: {problem}")
+        script = recipe.parts.script
+        program = "its program" if script is None else f"python scripts/{script}"
+        raise UsageError(
+            f"show-data {format_name(argv[0])}: its task is {recipe.task}, must be {' or '.join(SHOWN)}. The rows of this one "
+            f"are read and counted by a rehearsal: {program} --recipe {argv[0]} --rehearse, with the flags that name your data"
+        )
     require(None, f"{program_name()} show-data")
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
     from samestep.contrib.showing.page import write_page
