@@ -217,7 +217,9 @@ def _have_sizes(reference: Processes, other: Processes) -> bool:
     (first, second), (larger, next_one) = sorted(tallies, key=lambda pair: pair[0].total())
     sizes = [[tally.total() for tally in pair] for pair in tallies]
     more = larger - first
-    return all(a >= b for a, b in sizes) and not first - larger and more <= second and not more & next_one
+    return (
+        bool(more) and all(a >= b for a, b in sizes) and not first - larger and more <= second and not more & next_one
+    )
 
 
 def _count_numbers(processes: Processes, t: int) -> int:
