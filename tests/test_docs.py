@@ -26,7 +26,7 @@ def test_the_examples_of_the_audit(pytester):
     pytester.makepyfile(test_tagger=TAGGER, test_loop=LOOP)
     result = pytester.runpytest_subprocess("--audit-processes", "1,2", "test_tagger.py")
     result.assert_outcomes(passed=1)
-    result = pytester.runpytest_inprocess("test_loop.py")
+    result = pytester.runpytest_subprocess("test_loop.py")
     result.assert_outcomes(failed=1)
     (lines,) = re.findall(r"```text\n(\[1\] .*?)\n```", DOCUMENT, re.DOTALL)
     assert f"{lines}\n    do: " in result.stdout.str()
