@@ -662,7 +662,7 @@ def test_the_command_writes_it(xl, capsys, tmp_path):
     assert "it exists already" in capsys.readouterr().err
 
 
-def test_scale_writes_its_picture(real_figures, capsys, tmp_path):
+def test_scale_writes_its_picture(capsys, tmp_path):
     line = f"scale bert_base --on t4 --up_to 8 --plot {tmp_path / 'a.png'}"
     assert exit_code(lambda: program.main(line.split())) in (0, None)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
