@@ -126,7 +126,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
             "gradient_accumulation_steps: 2",
             "adamw with betas=(",
         ),
-        *(f'BertForPreTraining.from_pretrained("{output_dir.name}")', recipe["source"], "| 0 | "),
+        *('BertForPreTraining.from_pretrained(".")', recipe["source"], "| 0 | "),
     ):
         assert fact in text
 

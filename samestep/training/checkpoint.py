@@ -894,6 +894,7 @@ def _check_data(folder: Path, state: State, data_fingerprints: Mapping[str, str]
         problem = f"other data: {' and '.join(own)} differ" + (f", and so does the {following}" if following else "")
         place = f" ({named})" if named else ""
         remedy = f"Give the data that it was trained on{place}, unchanged and in the same order"
+        remedy += f", and the same {following}" if following else ""
     raise UsageError(f"checkpoint {folder} was trained on {problem}. {remedy} (fingerprints: {hashes})")
 
 
