@@ -1030,6 +1030,24 @@ def test_samples_are_shown(make):
 
 
 @pytest.mark.rooms
+def test_a_row_of_a_file_is_shown(make):
+    """Of the training or of what is held out; a place where no sample comes from is refused."""
+    from samestep.contrib.showing.texts import show_row
+
+    rows = [{"messages": turns(("user", f"q{number}"), ("assistant", f"a{number}"))} for number in range(12)]
+    source = make(*rows, name="chats.jsonl")
+    lines = show_row([source, None], "chats.jsonl:11")
+    assert lines[0].startswith("--- sample ")
+    assert "[[a10<|im_end|>]]" in lines[-1]
+    assert "".join(lines).count("--- sample") == 1
+    assert show_row([source, source], "chats.jsonl:11") == 2 * lines
+    with pytest.raises(UsageError, match=r"row is 'chats.jsonl:99', and no sample comes from there"):
+        show_row([source], "chats.jsonl:99")
+    with pytest.raises(UsageError, match=r"only chats and texts that are read whole"):
+        show_row([SimpleNamespace()], "chats.jsonl:1")
+
+
+@pytest.mark.rooms
 def test_the_command_shows_data(capsys):
     words = "show-data sft_small_cpu --objective dpo --dataset_name builtin/drawn_pairs --train_on completions"
     words += (

@@ -19,6 +19,7 @@ class ShowDataSettings:
     """Choose what is shown"""
 
     num_samples: int = setting("samples that are shown, the first ones of each source in turn", limit(1000), default=3)
+    row: str | None = setting("row of a file to show, FILE:LINE as reports name it, or the end of that", default=None)
     html: str | None = setting("page to write instead: samples, lengths, sources", default=None)
     on_bad_row: str = setting(
         "rows that cannot be used: refuse them all in one message, or skip them",
@@ -41,7 +42,7 @@ def show_data(argv: list[str]) -> None:
     require(None, f"{program_name()} show-data")
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
     from samestep.contrib.showing.page import write_page
-    from samestep.contrib.showing.texts import show_samples
+    from samestep.contrib.showing.texts import show_row, show_samples
     from samestep.training.ways import choose_build, is_streamed
 
     if settings.html is not None and is_streamed(recipe):
@@ -49,6 +50,9 @@ def show_data(argv: list[str]) -> None:
     quiet_libraries()
     build = choose_build(recipe, recipe.parts.find("data"))
     train, held_out = build(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
+    if settings.row is not None:
+        print("\n".join(show_row([train, held_out], settings.row, sys.stdout.isatty())))
+        return
     if settings.html is not None:
         write_file("html", settings.html, write_page(recipe, train, held_out, settings.num_samples))
         report = getattr(train, "mask_report", None)

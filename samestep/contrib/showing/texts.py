@@ -11,6 +11,7 @@ from samestep.data.conversations import Conversations
 from samestep.data.image_conversations import ImageConversations
 from samestep.data.seq2seq import Pairs
 from samestep.data.speech import Recordings
+from samestep.errors import UsageError
 
 Source = Conversations | Pairs
 
@@ -52,9 +53,44 @@ def show_samples(source: Source, num_samples: int, colour: bool = False) -> list
         num_samples: at most; see `Conversations.choose_samples`.
         colour: mark by escape sequences of a terminal instead of `[[...]]`.
     """
+    lines = _write_samples(source, source.choose_samples(num_samples), colour)
+    report = getattr(source, "mask_report", None)
+    left_out = getattr(source, "describe_left_out", list)()  # of a stream, which has no report of all rows
+    reports = [*map(str, source.row_reports), *left_out, *([] if report is None else [str(report)])]
+    return [*lines, "---", str(source), *reports]
+
+
+def show_row(sources: Sequence[Any], row: str, colour: bool = False) -> list[str]:
+    """Write the sample that a row of a file became, as `show_samples` does.
+
+    Args:
+        sources: training and held-out conversations; None: there are none.
+        row: its place, or the end of that.
+        colour: see `show_samples`.
+
+    Raises:
+        UsageError: samples without a place, or none of this one.
+    """
+    lines = []
+    for source in sources:
+        if source is None:
+            continue
+        if not isinstance(source, Conversations) or getattr(source, "streams", None) is not None:
+            raise UsageError(
+                "row is set, but only chats and texts that are read whole have rows with places: leave it out"
+            )
+        places = list(source.rows["place"])
+        found = [sample_id for sample_id, place in enumerate(source.places) if places[int(place)].endswith(row)]
+        lines += _write_samples(source, found, colour)
+    if not lines:
+        raise UsageError(f"row is {row[:200]!r}, and no sample comes from there: give FILE:LINE of a row that is used")
+    return lines
+
+
+def _write_samples(source: Source, sample_ids: Sequence[int], colour: bool) -> list[str]:
     before, after, marks = ("\x1b[1;4m", "\x1b[0m", "") if colour else ("[[", "]]", ": in [[ ]]")
     lines = []
-    for sample_id in source.choose_samples(num_samples):
+    for sample_id in sample_ids:
         lines.append(f"--- sample {sample_id} ({find_place(source, sample_id)})")
         for sequence in read_sequences(source, sample_id):
             heading = f"{sequence.name}: " if sequence.name else ""
@@ -63,10 +99,7 @@ def show_samples(source: Source, num_samples: int, colour: bool = False) -> list
                 f"{heading}{sequence.length} tokens, {sequence.num_trained} trained{marks}",
                 text.rstrip("\n"),
             ]
-    report = getattr(source, "mask_report", None)
-    left_out = getattr(source, "describe_left_out", list)()  # of a stream, which has no report of all rows
-    reports = [*map(str, source.row_reports), *left_out, *([] if report is None else [str(report)])]
-    return [*lines, "---", str(source), *reports]
+    return lines
 
 
 def find_place(source: Source, sample_id: int) -> str:
