@@ -72,8 +72,7 @@ def page(answer: dict[str, Any]) -> str:
     environment = _make_environment()
     answer = dict.fromkeys(OPTIONAL) | answer
     parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
-    rows = answer["rows"]
-    parts["comparison"] = _comparison(rows if isinstance(rows, list) else None)  # else they are rows of files, counted
+    parts["comparison"] = _comparison(answer["rows"])
     return str(environment.get_template("page.html.j2").render(answer=answer, **parts))
 
 

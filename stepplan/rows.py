@@ -10,7 +10,7 @@ from samestep.errors import UsageError
 from samestep.recipe.tasks.streamed import StreamedTexts
 
 MAX_BYTES = 2**27
-"""Bytes of text that are read to count rows: about a second. Files of Parquet say their number of rows."""
+"""Bytes of text that are read to count rows: about two seconds. Files of Parquet say their number of rows."""
 CHARACTERS = 4
 """Characters of a token of English, about; fewer of most other languages."""
 

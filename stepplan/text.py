@@ -121,7 +121,7 @@ def _describe_duration(answer: dict[str, Any]) -> str:
 
 def _describe_rows(answer: dict[str, Any]) -> str:
     """Say of how many rows an epoch is, where the rows of one's own files were counted, and how long each is taken to be."""
-    rows = answer.get("rows")
+    rows = answer.get("train_rows")
     if not rows or rows["why"]:
         return ""
     held_out = f", of which {rows['num_held_out']:,} are held out" if rows["num_held_out"] else ""
@@ -573,7 +573,7 @@ def explain_band(answers: list[dict[str, Any]]) -> str:
 
 
 def _explain_missing(answer: dict[str, Any]) -> str:
-    rows = answer.get("rows")
+    rows = answer.get("train_rows")
     why = f"that are not counted: {rows['why']}" if rows and rows["why"] else "that are not counted yet"
     needs = {
         "num_train_samples": f"the length is in epochs, of samples {why}. Add --num_train_samples N, "

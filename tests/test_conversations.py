@@ -1041,6 +1041,11 @@ def test_a_row_of_a_file_is_shown(make):
     assert "[[a10<|im_end|>]]" in lines[-1]
     assert "".join(lines).count("--- sample") == 1
     assert show_row([source, source], "chats.jsonl:11") == 2 * lines
+    assert show_row([source], "11") == lines
+    (first,) = [line for line in show_row([source], "1") if line.startswith("---")]
+    assert first.endswith("chats.jsonl:1)"), "and neither line 11 nor another file's"
+    with pytest.raises(UsageError, match=r"row is 's.jsonl:11'"):
+        show_row([source], "s.jsonl:11")
     with pytest.raises(UsageError, match=r"row is 'chats.jsonl:99', and no sample comes from there"):
         show_row([source], "chats.jsonl:99")
     with pytest.raises(UsageError, match=r"only chats and texts that are read whole"):
@@ -1086,6 +1091,7 @@ def test_two_turns_of_one_role_in_a_row_are_said_and_results_of_tools_are_none(t
         ),
         ("show-data --num_samples 2", "it needs a recipe as its first word"),
         ("show-data bert_base --num_samples 0", "num_samples is 0, must be"),
+        ("show-data sft_small_cpu --row a.jsonl:3 --html a.html", "row is set, and html is: a page has no single row"),
     ],
 )
 def test_the_command_refuses(capsys, words, message):

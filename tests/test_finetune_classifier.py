@@ -124,12 +124,14 @@ def test_texts_to_predict_are_labelled_at_the_end(finetune, learnable, tmp_path)
 def test_rows_without_a_text_are_left_out_of_what_is_predicted_too(finetune, learnable, tmp_path, capsys):
     """And held-out texts are judged in a table, the wrong ones first."""
     (tmp_path / "new.jsonl").write_text('{"text": "the red"}\n{"text": ""}\n{"text": "green"}\n')
-    flags = f"{SMALL} --max_train_steps 2 --train_file {learnable} --predict_file {tmp_path}/new.jsonl"
+    (tmp_path / "bad.jsonl").write_text('{"text": "", "label": "is red"}\n{"text": "a red", "label": "is red"}\n')
+    flags = f"{SMALL} --max_train_steps 2 --predict_file {tmp_path}/new.jsonl --train_file {learnable}"
     with pytest.raises(UsageError, match=r"new.jsonl:2: 'text' is empty.*--on_bad_row skip leaves out this row of 3"):
         finetune("refused", flags)
-    output_dir = finetune("run", f"{flags} --on_bad_row skip")
+    output_dir = finetune("run", f"{flags} {tmp_path}/bad.jsonl --on_bad_row skip")
     assert [row["text"] for row in csv.DictReader((output_dir / "predictions.csv").open())] == ["the red", "green"]
-    assert json.loads((output_dir / "skipped_rows.jsonl").read_text())["place"].endswith("new.jsonl:2")
+    listed = [json.loads(line)["place"] for line in (output_dir / "skipped_rows.jsonl").read_text().splitlines()]
+    assert [place.rpartition("/")[2] for place in listed] == ["bad.jsonl:1", "new.jsonl:2"]
     assert "predict_file: 3 rows read, 2 used" in capsys.readouterr().out
     judged = list(csv.DictReader((output_dir / "held_out.csv").open()))
     is_wrong = [row["prediction"] != row["label"] for row in judged]

@@ -344,7 +344,7 @@ def test_rows_of_ones_own_files_are_counted(kind, capsys, tmp_path):
         file.write_text('{"prompt": "a", "completion": "b cd ef"}\n' * 200 + '\n{"prompt": \n')
     words = ["llama3_8b_lora_3090", "--train_file", str(tmp_path if kind == "folder" else file)]
     answer = json.loads(run(capsys, "plan", *words, "--on", "1x3090", "--json"))
-    assert (answer["rows"]["num_rows"], answer["rows"]["num_held_out"]) == (200, 10)
+    assert (answer["train_rows"]["num_rows"], answer["train_rows"]["num_held_out"]) == (200, 10)
     assert (answer["missing"], answer["num_steps"]) == (None, 12)  # 190 samples in steps of 16
     text = " ".join(run(capsys, "plan", *words, "--on", "1x3090").split())
     assert "The files have 200 rows, of which 10 are held out; each is counted with 2,048 tokens, the most" in text

@@ -26,6 +26,8 @@ FEATURES = Features(dict.fromkeys(NAMES, Value("string"))) if datasets else None
 HELD_OUT = "validation_file"
 READING = (__name__, row_forms.__name__, row_images.__name__, row_report.__name__)
 """Modules that read rows: what they have cached is made anew when they change."""
+MAX_PARSED = 200_000
+"""Rows whose turns are looked at for a note, at most: about a second, at every start."""
 MAX_SOURCES = 20
 """Entries of train_file at most that are told apart where no weights are given: more are files that a shell found."""
 
@@ -125,12 +127,12 @@ def report_rows(entry: str, table: Table, files: Sequence[str]) -> RowReport:
 def _describe_repeated_roles(rows: Dataset) -> list[str]:
     """Say how many rows have two turns of one role in a row, which some templates refuse and others run together.
 
-    Results of tools are none of them: a turn may call several. Of more than `MAX_COMPARED` rows nothing is said.
+    Results of tools are none of them: a turn may call several. Of more than `MAX_PARSED` rows nothing is said.
     """
-    if len(rows) > row_report.MAX_COMPARED:
+    if len(rows) > MAX_PARSED:
         return []
     first, count = "", 0
-    for line, place in zip(rows["row"], rows["place"], strict=True):
+    for line, place in row_report.read_values(rows, ("row", "place")):
         role = _find_repeated_role(json.loads(line))
         first, count = first or (role and f"{place}, {role}"), count + bool(role)
     verb = "has" if count == 1 else "have"

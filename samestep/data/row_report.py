@@ -338,7 +338,7 @@ def describe_repeats(train: Dataset, held_out: Dataset, names: Sequence[str], ta
     """
     if len(train) + len(held_out) > MAX_COMPARED:
         return []
-    trained, held = (_read_keys(rows, names) for rows in (train, held_out))
+    trained, held = (read_values(rows, names) for rows in (train, held_out))
     once, lines = set(trained), []
     if num_repeats := len(trained) - len(once):
         lines.append(f"repeated: {format_count(num_repeats, 'row')} of those to train on")
@@ -358,7 +358,8 @@ def describe_repeats(train: Dataset, held_out: Dataset, names: Sequence[str], ta
     return lines
 
 
-def _read_keys(rows: Dataset, names: Sequence[str]) -> list[tuple[Any, ...]]:
+def read_values(rows: Dataset, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Read the values of some columns, a tuple for each row."""
     table = rows.with_format("arrow").select_columns(list(names))[:] if len(rows) else None
     return [] if table is None else list(zip(*(table[name].to_pylist() for name in names), strict=True))
 

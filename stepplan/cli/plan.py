@@ -114,7 +114,9 @@ def plan(argv: list[str]) -> None:
         write_recipe(settings.write_recipe, name, changes)
     rows = count_rows(recipe) if data.num_train_samples is None else None
     num_samples = rows.num_samples if rows else data.num_train_samples
-    answer_recipe(name, recipe, changes, settings, num_samples, ["plan", *argv], {"rows": rows and rows._asdict()})
+    answer_recipe(
+        name, recipe, changes, settings, num_samples, ["plan", *argv], {"train_rows": rows and rows._asdict()}
+    )
 
 
 def answer_recipe(
@@ -159,7 +161,7 @@ def answer_recipe(
     subject: dict[str, Any] = {"recipe": recipe.name, "title": recipes.name_changed(recipe, changes)}
     subject |= {"description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
-    subject |= {"fingerprint": recipe.fingerprint, "rows": None}
+    subject |= {"fingerprint": recipe.fingerprint, "train_rows": None}
     scaled = recipe.scaled_hyperparameters()
     subject |= dataclasses.asdict(scaled) | dict(more_subject or {})
     if isinstance(recipe, TextPretraining) and recipe.optimizer_name == "muon":

@@ -19,7 +19,7 @@ class ShowDataSettings:
     """Choose what is shown"""
 
     num_samples: int = setting("samples that are shown, the first ones of each source in turn", limit(1000), default=3)
-    row: str | None = setting("row of a file to show, FILE:LINE as reports name it, or the end of that", default=None)
+    row: str | None = setting("row to show in their place: FILE:LINE as reports name it, or LINE", default=None)
     html: str | None = setting("page to write instead: samples, lengths, sources", default=None)
     on_bad_row: str = setting(
         "rows that cannot be used: refuse them all in one message, or skip them",
@@ -45,6 +45,8 @@ def show_data(argv: list[str]) -> None:
     from samestep.contrib.showing.texts import show_row, show_samples
     from samestep.training.ways import choose_build, is_streamed
 
+    if settings.row is not None and settings.html is not None:
+        raise UsageError("row is set, and html is: a page has no single row. Leave one of them out")
     if settings.html is not None and is_streamed(recipe):
         raise UsageError("html is set, but streaming is true, and a page counts all samples: leave one of them out")
     quiet_libraries()

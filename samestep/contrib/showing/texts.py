@@ -65,7 +65,7 @@ def show_row(sources: Sequence[Any], row: str, colour: bool = False) -> list[str
 
     Args:
         sources: training and held-out conversations; None: there are none.
-        row: its place, or the end of that.
+        row: its place, without the folders, or its line alone.
         colour: see `show_samples`.
 
     Raises:
@@ -80,7 +80,11 @@ def show_row(sources: Sequence[Any], row: str, colour: bool = False) -> list[str
                 "row is set, but only chats and texts that are read whole have rows with places: leave it out"
             )
         places = list(source.rows["place"])
-        found = [sample_id for sample_id, place in enumerate(source.places) if places[int(place)].endswith(row)]
+        found = [
+            sample_id
+            for sample_id, place in enumerate(source.places)
+            if f"/{places[int(place)]}".endswith((f"/{row}", f":{row}"))
+        ]
         lines += _write_samples(source, found, colour)
     if not lines:
         raise UsageError(f"row is {row[:200]!r}, and no sample comes from there: give FILE:LINE of a row that is used")
