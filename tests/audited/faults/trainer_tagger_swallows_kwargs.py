@@ -3,7 +3,6 @@
 # expect 2x8: ignores_num_items
 # also: factor, mean_of_means
 # blind 4
-# thorough
 
 import torch
 import torch.nn.functional as F
