@@ -87,6 +87,31 @@ class LostProcessError(RunError):
     """A run whose other processes have ended or hang, and whose launcher starts it again: to end at once is best."""
 
 
+FLAGS: set[str] = set()
+"""Names of the flags that this program takes, without dashes; `samestep.recipe.settings.Parser` knows them."""
+REMEDY = re.compile(
+    r"\b(?:set|or|and) (\w+) to (?!(?:an?|the|that|more|one|another)\b)([^\s,;()]*[^\s,;().])(?=[,;.]|$)"
+)
+"""A remedy of a message: the name of a field, and the value that it is to have."""
+
+
+def add_flags(problem: str, flags: Iterable[str]) -> str:
+    """Add to a message that says how to set fields the flags of the command that do.
+
+    >>> add_flags("my.yaml: rank is 0, must be 1 or more: set it to 8, or alpha to null", ["rank", "alpha"])
+    'my.yaml: rank is 0, must be 1 or more: set it to 8 (--rank 8), or alpha to null (--alpha none)'
+    """
+    names = set(flags)
+    subject = next((word for word in re.findall(r"(\w+) is\b", problem) if word in names), "")
+
+    def add(found: re.Match[str]) -> str:
+        name, value = subject if found[1] in ("it", "that") else found[1], found[2]
+        return f"{found[0]} (--{name} {'none' if value == 'null' else value})" if name in names else found[0]
+
+    head, colon, remedy = problem.rpartition(": ")
+    return head + colon + REMEDY.sub(add, remedy)
+
+
 def will_be_restarted() -> bool:
     """Tell whether the launcher (torchrun's agent) starts this process again when it fails."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -232,6 +257,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     Returns:
         The exit code of `main`; 2 after a `UsageError`, 1 after a `RunError`.
     """
+    FLAGS.clear()
     try:
         try:
             code = main() or 0
@@ -258,7 +284,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
             _wait_for_launcher()
         if isinstance(error, RunError):
             print(file=sys.stderr)  # a progress bar may be on the line
-        lines = [f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(problem)}" for problem in problems]
+        lines = [
+            f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(add_flags(problem, FLAGS))}"
+            for problem in problems
+        ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         if file := os.environ.get(
             "TORCHELASTIC_ERROR_FILE"

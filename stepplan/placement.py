@@ -127,6 +127,11 @@ class Placement:
         time = _predict_time(self.workload, self.hardware, layout, self._way)
         return dataclasses.replace(self, layout=layout, memory=memory, time=time)
 
+    def compute(self, workload: Workload) -> "Placement":
+        """Make the placement of another workload in the same cut, of which the time is predicted and nothing else changes."""
+        time = _predict_time(workload, self.hardware, self.layout, self._way)
+        return dataclasses.replace(self, workload=workload, time=time)
+
     @property
     def config_file(self) -> Path | None:
         """The launch file that ships for this hardware; None: it has to be written (`config`)."""

@@ -127,10 +127,16 @@ def _describe_rows(answer: dict[str, Any]) -> str:
     held_out = f", of which {rows['num_held_out']:,} are held out" if rows["num_held_out"] else ""
     text = f"The files have {rows['num_rows']:,} rows{held_out}"
     length = answer["tokens_per_step"] // answer["global_batch_size"]
-    if rows["mean_tokens"] is None or rows["mean_tokens"] >= length:
-        return f"{text}; each is counted with {length:,} tokens, the most"
     text += f"; each is counted with {length:,} tokens, the most"
-    return f"{text}. They have about {rows['mean_tokens']:,} on average, which takes less: --max_seq_length plans that"
+    mean, planned = rows["mean_tokens"], answer.get("of_mean_rows")
+    if mean is None or mean >= length:
+        return text
+    if planned is None or planned["seconds_to_end"] is None:
+        return f"{text}. They have about {mean:,} on average, which takes less: --max_seq_length plans that"
+    size, unit = _choose_unit(planned["seconds_to_end"])
+    less = f"{round_number(planned['seconds_to_end'] / size)} {unit}"
+    less += "" if planned["cost"] is None else f" and ${_dollars(planned['cost'])}"
+    return f"{text}. They have about {mean:,} on average, with which it takes about {less}"
 
 
 def _describe_cost(answer: dict[str, Any]) -> str:

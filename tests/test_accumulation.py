@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(corpus, tmp_path):
     with pytest.raises(UsageError, match="on_nonfinite is skip, but with accumulation optimizer"):
         parse("pretrain_bert", ADAMW + "--on_nonfinite skip")
     with pytest.raises(
-        UsageError, match=r"second_moment is None, but .* optimizer and adamw it must be one of unbiased"
+        UsageError, match=r"second_moment is null, but .* optimizer and adamw it must be one of unbiased"
     ):
         parse("pretrain_bert", "--accumulation optimizer")
     with pytest.raises(UsageError, match=r"second_moment is unbiased, but .* optimizer and sgd it must be null"):

@@ -113,6 +113,12 @@ def test_the_first_turns_of_a_long_chat_are_left_out_and_it_is_said(results, ask
     assert "its first turns are left out" in ask.err
 
 
+def test_questions_from_a_pipe_stand_beside_their_answers(results, ask):
+    """They go to stderr, so that a file of answers has the answers alone."""
+    assert ask(results / "whole", "Say 1.", "", "Say 2.") == (0, ["bb", "cc"])
+    assert [line for line in ask.err.splitlines() if line.startswith(">")] == ["> Say 1.", "> Say 2."]
+
+
 def test_an_answer_can_be_stopped(results, ask, after_forward):
     """At the terminal the next question follows; an only answer ends the program."""
     stops = iter([True, False, True])

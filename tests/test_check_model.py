@@ -195,7 +195,9 @@ def test_the_command(tmp_path, capsys):
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("{", '{"architectures": ["BertForTokenClassification"],', 1), encoding="utf-8")
     assert check_model([str(tmp_path), "LlamaForCausalLM"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0] == f"checking {tmp_path}, LlamaForCausalLM: Trainer's step in several cuts"
+    lines = out.splitlines()
     assert lines[0].startswith("BertForTokenClassification, transformers ")
     assert any("k times too large" in line for line in lines)
     assert any("do: from samestep import exact" in line for line in lines)
@@ -206,7 +208,8 @@ def test_the_command(tmp_path, capsys):
 def test_bad_words(tmp_path, capsys):
     def ask(word: str) -> str:
         assert check_model([word]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        first, line = capsys.readouterr().err.splitlines()
+        assert first == f"checking {word}: Trainer's step in several cuts"
         return line
 
     assert "did you mean BertForSequenceClassification" in ask("BertForSequenceClasification")

@@ -178,6 +178,24 @@ def test_samples_that_are_known_by_heart_are_overfitting():
     assert judge_evaluated(losses, [2.0, 1.2, 0.3, 0.05, 0.02, 0.02, 0.02]) == []
 
 
+def test_a_small_held_out_loss_that_grows_is_overfitting():
+    """It rises by little of the fall of the training loss, but nearly doubles."""
+    losses = 1.35 * np.exp(-np.arange(150) / 15) + 0.008
+    grows = [1.4, 0.06, 0.077, 0.085, 0.102, 0.111]
+    assert judge_evaluated(losses, grows) == ["overfitting"]
+    assert judge_evaluated(losses, [1.4, 0.06, 0.077, 0.07, 0.102, 0.11]) == [], "up and down"
+    assert judge_evaluated(losses, [1.4, 0.06, 0.062, 0.065, 0.067, 0.07]) == [], "by less than a quarter"
+    assert judge_evaluated(losses + 0.07, grows) == [], "the training loss is no lower"
+
+
+@pytest.mark.parametrize(("accuracy", "found"), [(0.373, ["one_class"]), (0.39, []), (None, [])])
+def test_a_classifier_that_names_one_class_has_learned_nothing(accuracy, found):
+    results = {"eval_accuracy": accuracy, "eval_majority_accuracy": 22 / 59, "eval_samples": 59}
+    lines = [{"step": step, "loss": loss} for step, loss in enumerate(draw(0).tolist(), 1)]
+    history = make_history(lines, results=results)
+    assert [finding.kind for finding in choose(rules.judge(history))] == found
+
+
 def test_a_loss_that_is_still_before_it_falls_does_not_oscillate():
     losses = 3.466 + 1e-4 * np.random.default_rng(1).normal(size=150)
     losses[40:] = 3.3 - 0.002 * np.arange(110) + 0.08 * np.random.default_rng(2).normal(size=110)

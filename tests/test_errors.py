@@ -11,6 +11,9 @@ import pytest
 from samestep import errors
 from samestep.data import documents, tokenizer
 from samestep.errors import UsageError, exit_code, explain_unwritable
+from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.settings import Parser
+from samestep.recipe.tasks.image_classification import ImageClassification
 
 
 @pytest.fixture
@@ -148,3 +151,30 @@ def test_a_cause_among_users_mistakes_is_not_hidden(caches):
 
     with pytest.raises(UsageError, match=r"^row 2 is wrong: mend it$"):
         documents.cache_rows(broken, documents.FEATURES, key=str(caches))
+
+
+@pytest.mark.parametrize(
+    ("problem", "written"),
+    [
+        ("my.yaml: seed is 0, but there is none: set it to null", "set it to null (--seed none)"),
+        (
+            "dtype is 3: set speed to safe, or it to float32",
+            "set speed to safe (--speed safe), or it to float32 (--dtype float32)",
+        ),
+        ("speed is 1, must be a word: set it to one of auto, safe", None),
+        ("eval_steps is 3: set it to a number with them, else to null", None),
+        ("eval_steps is 3: set it to more", None),
+        ("seed is 3: set rank to 4", "set rank to 4"),
+    ],
+)
+def test_a_remedy_that_sets_a_field_names_its_flag(problem, written, capsys):
+    def read_flags():
+        parser = Parser("train.py")
+        parser.add_settings(RunSettings)
+        parser.add_settings(ImageClassification)
+        parser.parse([])
+        raise UsageError(problem)
+
+    assert exit_code(read_flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"ERROR: {problem}" if written is None else line.endswith(f": {written}")

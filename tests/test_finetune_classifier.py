@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -253,7 +254,9 @@ def test_the_best_model_is_left_when_asked_for(finetune, learnable, capsys):
     assert num_worse > 0
     results = json.loads((best / "all_results.json").read_text())
     assert results["best_step"] == step
-    assert f"(of step {step}, the saved model's; from " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"(of step {step}, the saved model's; from " in out
+    assert re.search(r"\n  loss +[\d.]+  \(of the last step\)\n", out)
     lines = {line["step"]: line for line in evaluations(best)}
     assert results["eval_loss"] == lines[step]["eval_loss"]
     tensors = {folder: load_file(folder / "model.safetensors") for folder in (last, last / "best", best)}

@@ -586,7 +586,7 @@ def test_a_llava_of_random_weights_takes_the_same_step_in_every_cut(train):
     [
         ("--images false --freeze vision_tower", "but images is false, and of models of texts"),
         ("--architecture llama", "with random weights only llava is made"),
-        ("--image_size none", "image_size is None"),
+        ("--image_size none", "image_size is null"),
         ("--image_patch_size 7", "image_patch_size 7 does not divide it"),
         ("--images false", "image_size is 32"),
         ("--objective dpo", "objective is dpo, whose pairs are texts"),

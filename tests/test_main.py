@@ -198,7 +198,7 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         ("plan resnet50_1xv100 --lr_scaling_rule sqrt", "scaling rule sqrt changes Adam's numbers"),
         (
             "plan resnet50_1xv100 --sgd_momentum none",
-            "sgd_momentum is None, but with optimizer sgd it must be a number",
+            "sgd_momentum is null, but with optimizer sgd it must be a number",
         ),
         ("plan resnet50_1xv100 --optimizer adamw", "sgd_momentum is 0.9, but with optimizer adamw it must be null"),
         (

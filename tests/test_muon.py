@@ -134,7 +134,7 @@ def test_what_has_no_layers_is_refused():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"optimizer": "muon"}, "muon_momentum is None, but with optimizer muon it must be a number"),
+        ({"optimizer": "muon"}, "muon_momentum is null, but with optimizer muon it must be a number"),
         ({"muon_momentum": 0.9}, "muon_momentum is 0.9, but with optimizer adamw it must be null"),
     ],
 )

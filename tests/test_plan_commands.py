@@ -348,7 +348,12 @@ def test_rows_of_ones_own_files_are_counted(kind, capsys, tmp_path):
     assert (answer["missing"], answer["num_steps"]) == (None, 12)  # 190 samples in steps of 16
     text = " ".join(run(capsys, "plan", *words, "--on", "1x3090").split())
     assert "The files have 200 rows, of which 10 are held out; each is counted with 2,048 tokens, the most" in text
-    assert ("They have about 2 on average" in text) == (kind in ("jsonl", "folder"))  # 8 characters
+    is_measured = kind in ("jsonl", "folder")  # 8 characters
+    assert ("They have about 2 on average, with which it takes about " in text) == is_measured
+    if is_measured:
+        short = json.loads(run(capsys, "plan", *words, "--on", "1x3090", "--json", "--max_seq_length", "2"))
+        mean = answer["of_mean_rows"]
+        assert short["seconds_to_end"] <= mean["seconds_to_end"] < 0.5 * answer["seconds_to_end"]
     *job, out = [*words, "--on", "slurm:1x3090", "--", "--output_dir", "/runs/x"]
     assert "#SBATCH --time=" in run(capsys, "launch", *job, out)
 

@@ -275,9 +275,9 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
     text = "\n".join(problems(load, str(tmp_path / "bad.yaml")))
     for part in (
         "unknown key 'learning_rte': did you mean learning_rate",
-        "seed is 'x', must be int",
+        "seed is 'x', must be a whole number",
         "global_batch_size is 0, must be from 1 to 16,777,216 (samples per optimizer step",
-        "hidden_act is 3, must be str",
+        "hidden_act is 3, must be text",
         "adam_beta1 is 1.0, must lie in [0, 1)",
         "weight_decay is missing (decoupled weight decay",
         "learning_rate is missing",
@@ -300,7 +300,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
             "learning_rate is inf, must not be larger than 1,000,000,000,000",
         ),
         ("--recipe bert_small_cpu --global_batch_size 0", "global_batch_size is 0, must be from 1 to 16,777,216"),
-        ("--recipe bert_small_cpu --global_batch_size 8.5", "global_batch_size is '8.5', must be int"),
+        ("--recipe bert_small_cpu --global_batch_size 8.5", "global_batch_size is '8.5', must be a whole number"),
         (
             "--recipe bert_small_cpu --max_train_steps 9" + "9" * 30,
             "is 9999999999999999999999999999999, must not be larger",

@@ -131,6 +131,15 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
         assert fact in text
 
 
+def test_the_card_says_which_steps_its_hardware_did(train):
+    flags = f"{SMALL} --max_train_steps 4"
+    train("mine", f"{flags} --stop_after_step 2")
+    output_dir = train("mine", f"{flags} --resume_from_checkpoint latest")
+    (line,) = [line for line in read_card(output_dir).splitlines() if "**Hardware**" in line]
+    assert line.endswith("), from step 3 on; others did the steps before")
+    assert not read_card(train("whole", flags)).count("others did the steps before")
+
+
 def test_what_is_pushed_is_loaded_from_its_repository(train, monkeypatch):
     uploads = []
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.cli.flags import read_folders
 from samestep.errors import UsageError, reason
+from samestep.recipe import hub
 from samestep.recipe.extras import require
 from samestep.recipe.pretrained_shape import find_base
 from samestep.recipe.reading import check_model_folder, format_name, has_hub_form, read_json
@@ -121,6 +122,7 @@ def _load_result(folder: str, base: str) -> Any:
     )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    hub.announce(base)
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         name = (config.architectures or [f"{config.model_type}ForCausalLM"])[0]
@@ -165,6 +167,8 @@ def _read_questions() -> Iterator[str]:
                 "stdin is not text in UTF-8, so that nothing can be asked: write it anew, or give --once"
             ) from None
         if line.strip():
+            if not is_typed:  # beside its answer, but not where answers go into a file
+                print(f"> {line}", file=sys.stderr, flush=True)
             yield line
 
 

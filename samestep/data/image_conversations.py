@@ -23,6 +23,7 @@ from samestep.data.chat_templates import Part, Renderer, Rendering, Request, cho
 from samestep.data.conversations import Conversation, Conversations
 from samestep.data.row_images import list_images_of_row, mark_of, open_image
 from samestep.errors import RunError, UsageError, reason
+from samestep.recipe import hub
 from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import format_name, read_json
 
@@ -61,6 +62,7 @@ def make_processor(recipe: Any, rows: Dataset) -> Any:
             chat_template=tokenizer.chat_template,
             image_token=OWN_MARK,
         )
+    hub.announce(name)
     try:
         processor = load_processor(name, find_videos(name))
     except Exception as error:  # of any kind: network, names, files of others

@@ -141,6 +141,11 @@ class Images:
             return text
         return f"{text}; num_train_samples is {self.planned_size}: epochs are those of {len(self)}"
 
+    @property
+    def majority_accuracy(self) -> float:
+        """The accuracy of the most frequent class for every image."""
+        return float(np.unique(self.store.labels[self.rows], return_counts=True)[1].max() / len(self))
+
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that the samples are made of: names, sizes and labels of files, the content of anything else."""

@@ -243,9 +243,15 @@ class LabelledTexts(TokenizedTexts):
         """Say what these texts give a classifier that has learned nothing, in a line; of numbers nothing."""
         if self.classes is None or not len(self.labels):
             return []
-        place, count = Counter(self.labels.tolist()).most_common(1)[0]
-        name = tables.shorten(self.classes[place])
-        return [f"{name} for every held-out text would have an accuracy of {count / len(self.labels):.3f}"]
+        name = tables.shorten(self.classes[Counter(self.labels.tolist()).most_common(1)[0][0]])
+        return [f"{name} for every held-out text would have an accuracy of {self.majority_accuracy:.3f}"]
+
+    @property
+    def majority_accuracy(self) -> float | None:
+        """The accuracy of the most frequent class for every text; None: there are no classes."""
+        if self.classes is None or not len(self.labels):
+            return None
+        return float(np.unique(self.labels, return_counts=True)[1].max() / len(self.labels))
 
     def describe_labels(self, metrics: Sequence[str]) -> list[str]:
         """Say what the labels are taken for, and which of the metrics do not fit them, in lines."""

@@ -17,7 +17,7 @@ from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 from samestep.data import audio, documents, row_files, row_report, tables
 from samestep.data.arrow import Dataset, Features, Value, datasets, hash_parts
 from samestep.errors import UsageError, nearest, reason
-from samestep.recipe import extras
+from samestep.recipe import extras, hub
 from samestep.recipe.tasks.seq2seq_finetuning import POSITIONS_PER_SECOND, Seq2SeqFineTuning
 
 FEATURES = (
@@ -196,11 +196,15 @@ def make_extractor(recipe: Seq2SeqFineTuning) -> WhisperFeatureExtractor:
     if recipe.model_name_or_path is None:
         return WhisperFeatureExtractor(chunk_length=recipe.max_source_length // POSITIONS_PER_SECOND)
     name = f"model_name_or_path {recipe.model_name_or_path}"
+    hub.announce(recipe.model_name_or_path)
     try:
         extractor = AutoFeatureExtractor.from_pretrained(recipe.model_name_or_path)
     except Exception as error:  # of any kind: network, names, files of others
-        raise UsageError(f"{name} has no preprocessor_config.json that can be read: {reason(error)}") from None
+        way_out = hub.describe_way_out(recipe.model_name_or_path)
+        raise UsageError(f"{name} has no preprocessor_config.json that can be read: {reason(error)}{way_out}") from None
     length = getattr(extractor, "chunk_length", 0) * POSITIONS_PER_SECOND
     if length != recipe.max_source_length:
-        raise UsageError(f"max_source_length is {recipe.max_source_length}, but {name} takes {length}: set it to that")
+        raise UsageError(
+            f"max_source_length is {recipe.max_source_length}, but {name} takes {length}: set it to {length}"
+        )
     return extractor

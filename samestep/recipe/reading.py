@@ -200,9 +200,11 @@ def has_hub_form(name: str) -> bool:
 def format_value(value: Any, max_length: int = 60) -> str:
     """Write a value for a message, in at most `max_length` characters; what cannot be printed is escaped.
 
-    >>> format_value(10**30), format_value(10**5000), format_value("x" * 100)[-6:], format_value([1.5, None])
-    ('1000000000000000000000000000000', 'a number of 5001 digits', 'xxx...', '[1.5, None]')
+    >>> format_value(10**30), format_value(10**5000), format_value("x" * 100)[-6:], format_value([1.5]), format_value(None)
+    ('1000000000000000000000000000000', 'a number of 5001 digits', 'xxx...', '[1.5]', 'null')
     """
+    if value is None or isinstance(value, bool):  # as YAML, JSON and flags have it
+        return "null" if value is None else str(value).lower()
     if isinstance(value, int) and abs(value).bit_length() > 300:
         return f"a number of {int(abs(value).bit_length() * math.log10(2)) + 1} digits"
     try:

@@ -114,6 +114,10 @@ class _Template(string.Formatter):
         is_plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
         return format_value(value if is_plain else str(value))
 
+    def format_field(self, value: Any, format_spec: str) -> str:
+        is_null_or_bool = value is None or isinstance(value, bool)  # which Python writes in another way than a file
+        return format_value(value) if is_null_or_bool else str(super().format_field(value, format_spec))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows that several tasks have

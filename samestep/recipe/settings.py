@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep.errors import UsageError, is_utf8, nearest
+from samestep.errors import FLAGS, UsageError, is_utf8, nearest
 from samestep.printing import reflow
 from samestep.recipe.other_names import explain
 from samestep.recipe.reading import format_name, format_value
@@ -92,13 +92,16 @@ def setting(
     return dataclasses.field(metadata={"help": help, "check": check, "decides": decides, "flag": flag}, **default)
 
 
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
 def _type_name(hint: Any) -> str:
-    if hint is type(None):
-        return "null"
+    if hint in TYPE_NAMES:
+        return TYPE_NAMES[hint]
     if typing.get_origin(hint) is types.UnionType:
         return " or ".join(_type_name(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"list of {_type_name(typing.get_args(hint)[0])}"
+        return f"a list of {_type_name(typing.get_args(hint)[0]).removeprefix('a ')}s"
     return (
         f"a mapping {{kind: {' | '.join(hint.find_class().KINDS)}, ...}}"
         if hasattr(hint, "read")
@@ -339,6 +342,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: unknown flags, with the nearest valid ones; stray words.
         """
+        FLAGS.update(self.hints)
         flags, unknown_words = self.parse_known_args(argv)
         if unknown_words:
             raise UsageError(

@@ -81,7 +81,10 @@ def describe_data(run: "Run") -> dict[str, Any]:
     facts = {"data": run.recipe.data_name, "train_samples": num_samples}
     for name, attribute in (("train_documents", "num_documents"), ("train_tokens", "num_tokens")):
         facts[name] = getattr(train, attribute, None)
-    facts["eval_samples"] = None if held_out is None else len(held_out)
+    if facts["train_documents"] == num_samples:  # each is a sample
+        del facts["train_documents"]
+    if held_out is not None:
+        facts |= {"eval_samples": len(held_out), "eval_majority_accuracy": getattr(held_out, "majority_accuracy", None)}
     return {name: value for name, value in facts.items() if value is not None}
 
 
@@ -117,11 +120,15 @@ def _print_summary(
     first = evaluations[0] if evaluations else {}
     shown = {name: value for name, value in results.items() if "/" not in name}  # those of sources were printed
     width = max(len(name) for name in shown)
+    notes = {"train_seconds": "(of this session's steps, without evaluations)"}
+    notes[f"{recipe.unit}s_per_second"] = "(mean of these steps)"
+    if "best_step" in results:
+        notes |= dict.fromkeys(("epoch", "loss"), "(of the last step)")
     print(fold(f"\n{name_model(run)}: {recipe.description}"))
     for name, value in shown.items():
         best = f"of step {results['best_step']}, the saved model's; " if "best_step" in results else ""
-        change = f"  ({best}from {write_number(first[name])} at step {first['step']})" if name in first else ""
-        print(f"  {name:{width}}  {write_number(value)}{change}")
+        change = f"({best}from {write_number(first[name])} at step {first['step']})" if name in first else ""
+        print(f"  {name:{width}}  {write_number(value)}  {change or notes.get(name, '')}".rstrip())
     files = ", ".join(
         sorted(path.name for path in output_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))
     )

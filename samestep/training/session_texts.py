@@ -15,11 +15,12 @@ def describe_session(run: "Run", train: Any) -> str:
         run: prepared.
         train: the training data.
     """
-    weights = getattr(run.recipe, "model_name_or_path", None)
+    weights, mixed = getattr(run.recipe, "model_name_or_path", None), run.accelerator.mixed_precision
+    precision = run.settings.dtype if mixed == "no" else f"{mixed} (autocast of {run.settings.dtype} weights)"
     return (
         f"{describe_source(train)}; {f'weights of {weights}' if weights else 'random weights'}; "
         f"{run.reduction.describe_cut(run.recovery.steps.layout)}{run.plan.describe_growth()}; on {run.accelerator.device}, "
-        f"mixed precision {run.accelerator.mixed_precision}; steps {run.completed_steps} to {run.plan.last_step} of "
+        f"computed in {precision}; steps {run.completed_steps} to {run.plan.last_step} of "
         f"{run.num_steps}{run.reduction.describe_bits()}"
     )
 

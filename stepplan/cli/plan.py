@@ -29,6 +29,7 @@ from stepplan.cli.elsewhere import ElsewhereSettings, move
 from stepplan.cli.model import import_trace
 from stepplan.cli.scale import DEFAULT_MAX_DEVICES
 from stepplan.cli.terms import read_terms
+from stepplan.costs import Terms, describe_costs
 from stepplan.growth import MOST_DEVICES
 from stepplan.hardware import MAX_DEVICES, Hardware, parse
 from stepplan.image_text import read_sizes
@@ -276,6 +277,9 @@ def answer_plan(
             job_command=_write_job_command(placement, words),
             terms=terms,
         )
+        rows = subject.get("train_rows")
+        if rows and rows["mean_tokens"]:
+            result["of_mean_rows"] = _describe_mean_rows(make, placement, rows["mean_tokens"], terms)
     if settings.trace:
         trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
         b = min(layout.per_device_train_batch_size, layout.shares[0])
@@ -287,6 +291,18 @@ def answer_plan(
         print(json.dumps(result))
     else:
         print("\n".join(text.write_plan(result)))
+
+
+def _describe_mean_rows(
+    make: MakeWorkload, placement: Placement, num_tokens: int, terms: Terms
+) -> dict[str, Any] | None:
+    """Describe seconds and dollars if each row has the mean number of tokens, in the same cut; None: they cannot be planned."""
+    try:
+        short = make({"max_seq_length": num_tokens})
+    except UsageError:  # it has no such field, or so few tokens are no sample
+        return None
+    costs = describe_costs(placement.compute(short), terms)
+    return {"tokens": num_tokens, "seconds_to_end": costs["seconds_to_end"], "cost": costs["cost"]}
 
 
 def _write_job_command(placement: Placement, words: list[str]) -> str | None:

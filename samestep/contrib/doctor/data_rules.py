@@ -6,12 +6,15 @@ from samestep.contrib.doctor.curve import SIDE, Curve, find_edges
 from samestep.contrib.doctor.findings import Finding
 from samestep.contrib.doctor.loss_rules import find_spike
 from samestep.contrib.doctor.signals import correlate, find_level, find_scatter
+from samestep.recipe.run_fields import is_finite
 
 WORSE, GAP = 0.05, 0.5
 """Rise of the held-out loss from its lowest, and its distance to the training loss, over the fall of the training loss."""
 KNOWN_BY_HEART, KNOWN_GAP = 0.1, 0.15
 """Training loss over the held-out one up to which samples are known by heart, and the distance, over the fall, that this
 needs where the held-out loss falls no more."""
+GROWN, RISES = 1.25, 3
+"""Held-out loss at the end over its lowest, and the evaluations in a row that rise to it, which a small loss needs."""
 
 
 def find_overfitting(curve: Curve) -> Finding | None:
@@ -34,7 +37,9 @@ def find_overfitting(curve: Curve) -> Finding | None:
     has_gap = is_from_start and gap > GAP * curve.fall and fall_since >= 0 and curve.fall > 4 * curve.scatter
     is_known = 0 <= curve.end < KNOWN_BY_HEART * losses[-1] and gap > max(KNOWN_GAP * curve.fall, 4 * curve.scatter)
     is_known = is_known and low < len(losses) - 1 and fall_since > 0
-    if not (has_risen or has_gap or is_known):
+    rises = np.diff(losses[low:])
+    has_grown = len(rises) >= RISES and (rises > 0).all() and losses[-1] > GROWN * losses[low] > GROWN * curve.end >= 0
+    if not (has_risen or has_gap or is_known or has_grown):
         return None
     first = int(steps[low])
     saw = (
@@ -161,4 +166,21 @@ def _find_higher_part(curve: Curve) -> Finding | None:
         saw=f"steps {first:,} to {last:,} have a higher mean loss than those before and behind: their samples are others",
         knob="look at the samples of these steps (a file, a source, labels); shuffle the data",
         evidence={"inside": float(loss[slice(*found)].mean()), "standard_errors": best},
+    )
+
+
+def find_one_class(curve: Curve) -> Finding | None:
+    """Find a classifier whose accuracy is that of the largest class for every held-out sample, to less than a sample."""
+    names = ("eval_accuracy", "eval_majority_accuracy", "eval_samples")
+    accuracy, majority, num_samples = (curve.history.results.get(name) for name in names)
+    if not (is_finite(accuracy) and is_finite(majority) and is_finite(num_samples)):
+        return None
+    if abs(accuracy - majority) * num_samples >= 0.5:
+        return None
+    return Finding(
+        kind="one_class",
+        step=curve.step(-1),
+        saw=f"eval_accuracy is {accuracy:.4g}, as of the largest class for every sample: the model tells no classes apart",
+        knob="num_train_epochs: more, or a higher learning_rate; look at some texts or images beside their labels",
+        evidence={"eval_accuracy": float(accuracy), "largest_class": float(majority), "samples": int(num_samples)},
     )

@@ -35,6 +35,7 @@ class History:
         layers: one of `LAYER_FIELDS` -> float64 [measurements, layers].
         facts: fields of the recipe; empty where there is none.
         noise: the gradient noise scale, in samples, where it was measured.
+        results: of a finished run, as in all_results.json; empty where there are none.
     """
 
     steps: np.ndarray
@@ -46,6 +47,7 @@ class History:
     layers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     noise: batch_size.Estimate | None = None
+    results: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> np.ndarray:
@@ -56,6 +58,7 @@ def make_history(
     lines: Sequence[Mapping[str, Any]],
     layers: Sequence[Mapping[str, Any]] = (),
     facts: Mapping[str, Any] | None = None,
+    results: Mapping[str, Any] | None = None,
 ) -> History:
     """Make the history of lines as metrics.jsonl has them, steps and evaluations mixed, and of lines of layers.jsonl.
 
@@ -86,6 +89,7 @@ def make_history(
         layer_steps=np.array([line["step"] for line in layers], np.int64),
         layers=tables if layers else {},
         facts=facts or {},
+        results=results or {},
         noise=batch_size.estimate(measurements) if len(measurements) >= batch_size.MIN_MEASUREMENTS else None,
     )
 
@@ -105,9 +109,11 @@ def read_history(name: str) -> History:
     """
     path = Path(name)
     if (path / "metrics.jsonl").is_file():
-        recipe = path / "recipe.yaml"
+        recipe, file = path / "recipe.yaml", path / "all_results.json"
         facts = read_plain(recipe) if recipe.is_file() else {}
-        return make_history(list(read_lines(path / "metrics.jsonl")), list(read_lines(path / "layers.jsonl")), facts)
+        results = read_json(file, format_name(file)) if file.is_file() else {}
+        lines, layers = (list(read_lines(path / f"{name}.jsonl")) for name in ("metrics", "layers"))
+        return make_history(lines, layers, facts, results)
     state = _find_trainer_state(path)
     if state is None:
         raise UsageError(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from samestep.contrib.doctor.curve import Curve, make_curve
-from samestep.contrib.doctor.data_rules import find_order, find_overfitting
+from samestep.contrib.doctor.data_rules import find_one_class, find_order, find_overfitting
 from samestep.contrib.doctor.findings import Finding
 from samestep.contrib.doctor.history import History
 from samestep.contrib.doctor.layer_rules import find_dead_layer, find_exploding_layer, find_high_rate, find_plateau
@@ -35,6 +35,7 @@ RULES: dict[str, Callable[[Curve], Finding | None]] = {
     "overfitting": find_overfitting,
     "clipping": find_clipping,
     "plateau": find_plateau,
+    "one_class": find_one_class,
 }
 """Kind of finding -> the function that finds it, the most telling first."""
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import sys
 from collections.abc import Iterator
 
 from samestep.cli.commands import make_parser
 from samestep.contrib.heads.verdicts import EXACT
 from samestep.errors import UsageError, exit_code
 from samestep.printing import fold
+from samestep.recipe import hub
 
 
 def check_model(argv: list[str]) -> int:
@@ -31,7 +33,8 @@ def _check_all() -> int:
 
 
 def _check(models: list[str]) -> int:
-    import torch
+    print(f"checking {', '.join(models)}: Trainer's step in several cuts", file=sys.stderr, flush=True)
+    import torch  # here: it takes seconds
     import transformers
 
     from samestep._internals import library_output  # first: it also silences what the others import
@@ -41,6 +44,8 @@ def _check(models: list[str]) -> int:
     torch.set_num_threads(1)
     is_right = True
     for text in models:
+        if "/" in text:  # else the name of a class
+            hub.announce(text)
         with _silence():
             head = tiny.find_head(text)
             try:

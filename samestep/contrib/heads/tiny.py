@@ -14,7 +14,8 @@ from transformers.models.auto import modeling_auto
 
 from samestep.contrib.heads.samples import INPUTS, Samples
 from samestep.contrib.heads.sizes import make_config
-from samestep.errors import UsageError
+from samestep.errors import UsageError, reason
+from samestep.recipe import hub
 
 KINDS = {
     "sequence classification": "SEQUENCE_CLASSIFICATION",
@@ -169,7 +170,9 @@ def find_head(text: str) -> Head:
     try:
         usual = AutoConfig.from_pretrained(text)
     except Exception as error:  # of json, of the hub, of values that a configuration checks
-        raise UsageError(f"{text}: no configuration could be read: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(
+            f"{text}: no configuration could be read: {reason(error)}{hub.describe_way_out(text)}"
+        ) from None
     names = [name for name in usual.architectures or [] if (made := find_class(name)) and list_targets(made)]
     if not names:
         raise UsageError(

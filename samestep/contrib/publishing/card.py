@@ -55,8 +55,10 @@ class Training:
 
     @property
     def hardware(self) -> str:
-        """Number of processes, and the device of process 0."""
-        return f"{self.accelerator.num_processes} x {device_name(self.accelerator.device)}"
+        """Number of processes, and the device of process 0; of a training that went on, which steps these did."""
+        first = self.run.log.first_step
+        steps = f", from step {first + 1:,} on; others did the steps before" if 0 < first < self.run.num_steps else ""
+        return f"{self.accelerator.num_processes} x {device_name(self.accelerator.device)}{steps}"
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters under the names that Trainer's cards have."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from samestep.errors import UsageError, nearest
+from samestep.recipe.reading import format_value
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rules import Rule, each, is_at_most, is_multiple, rows
 from samestep.recipe.settings import NOT_NEGATIVE, POSITIVE, choice, setting
@@ -111,7 +112,7 @@ def list_adapter_rules(names: Iterable[str]) -> list[Rule]:
             lambda name, value: Rule(
                 lambda f: f.lora_rank is None and f[name] != value,
                 f"{name} is {{f[{name}]}}, but lora_rank is null, so that all weights are trained",
-                f"set {name} to {value}, or lora_rank to a number",
+                f"set {name} to {format_value(value)}, or lora_rank to a number",
             ),
         ),
     ]

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+from samestep.recipe.reading import format_value
 from samestep.recipe.recipe import Parts, Recipe, register
 from samestep.recipe.rules import Rule, each, rows
 from samestep.recipe.settings import FRACTION, LAYERS, LENGTH, POSITIVE, VOCABULARY, WIDTH, choice, limit, setting
@@ -124,7 +125,7 @@ class EmbeddingTraining(StreamedTexts, Recipe):
             lambda name, value: Rule(
                 lambda f: f.objective == "siglip" and f[name] != value,
                 f"{name} is {{f[{name}]}}, but objective is siglip, whose pairs stand alone",
-                f"set {name} to {value}, or objective to info_nce",
+                f"set {name} to {format_value(value)}, or objective to info_nce",
             ),
         ),
         Rule(
