@@ -44,29 +44,9 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
     """Write what fits, hours and dollars, the command, and what to know before the start."""
-    n, b, k = (answer[name] for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"))
     yield from _wrap(f"{answer['title']} on {answer['hardware']}: {answer['device']}")
-    needed, there = answer["memory_needed"], answer["memory_of_device"]
-    fits = "It fits" if needed <= there else "It does not fit"
-    if _is_host_short(answer) and needed <= there:
-        fits = "It fits the devices, but NOT the hosts"
-    names = {"gradient_checkpointing": "gradient checkpointing", "sharded": "sharded weights"}
-    if answer["num_shards"] is not None:
-        names["sharded"] = f"weights sharded over the {answer['num_shards']} devices of a node (HSDP)"
-    options = " and ".join(text for name, text in names.items() if answer[name])
-    options = f", with {options}" if options else ""
-    least, most = (f"{function(answer['shares']):,}" for function in (min, max))
-    sizes = most if least == most else f"{least} to {most}"
-    devices, each = ("1 device", "") if n == 1 else (f"{n:,} devices", "each, ")
-    pieces = "in one forward" if k == 1 else f"in {k:,} micro-batches of at most {b:,}"
-    yield from _wrap(
-        f"{fits}: {needed / 1e9:.1f} of {there / 1e9:.1f} GB on a device, margins included{options}. {devices}, {sizes} "
-        f"samples of a step {each}{pieces}, in {answer['mixed_precision'].replace('no', 'float32')}. "
-        f"{_describe_host(answer)}"
-    )
-    yield from _wrap(_describe_duration(answer))
-    spot = _describe_spot(answer)
-    yield from _wrap(spot) if spot else []
+    for name, text in _list_verdict(answer):
+        yield from _wrap(f"  {name:10} {text}", indent=13 * " ")
     yield from ("", "Launch")
     if answer["write_command"]:
         yield from _wrap_command(answer["write_command"])
@@ -87,6 +67,43 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
         yield from _wrap(f"  - {remark}", indent="    ")
 
 
+def _list_verdict(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """List what a plan on hardware is asked for, each under the word for it: fits, step, time, rows, ends, cost,
+    machine, stops, how sure."""
+    needed, there = answer["memory_needed"], answer["memory_of_device"]
+    fits = "yes" if needed <= there else "NO"
+    if _is_host_short(answer) and needed <= there:
+        fits = "the devices, but NOT the hosts"
+    names = {"gradient_checkpointing": "gradient checkpointing", "sharded": "sharded weights"}
+    if answer["num_shards"] is not None:
+        names["sharded"] = f"weights sharded over the {answer['num_shards']} devices of a node (HSDP)"
+    options = " and ".join(text for name, text in names.items() if answer[name])
+    options = f", with {options}" if options else ""
+    yield "fits", f"{fits}: {needed / 1e9:.1f} of {there / 1e9:.1f} GB on a device, margins included{options}"
+    yield "step", _describe_step(answer)
+    yield "time", _describe_duration(answer)
+    if rows := _describe_rows(answer):
+        yield "rows", rows
+    if end := "" if answer["seconds_to_end"] is None else _describe_end(answer):
+        yield "ends", end
+    if cost := "; ".join(filter(None, [_describe_cost(answer), _describe_energy(answer)])):
+        yield "cost", cost
+    yield "machine", _describe_host(answer)
+    if spot := _describe_spot(answer):
+        yield "stops", spot
+    yield "how sure", explain_band([answer])
+
+
+def _describe_step(answer: dict[str, Any]) -> str:
+    """Say how a step is cut between devices and into micro-batches."""
+    n, b, k = (answer[name] for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"))
+    least, most = (f"{function(answer['shares']):,}" for function in (min, max))
+    sizes = most if least == most else f"{least} to {most}"
+    devices, each = ("1 device", "") if n == 1 else (f"{n:,} devices", " each")
+    pieces = "one forward" if k == 1 else f"{k:,} micro-batches of at most {b:,}"
+    return f"{devices}, {sizes} samples{each} in {pieces}, in {answer['mixed_precision'].replace('no', 'float32')}"
+
+
 def _is_host_short(answer: dict[str, Any]) -> bool:
     room = answer["memory_of_host"]
     return room is not None and answer["host_memory"] > room
@@ -95,28 +112,21 @@ def _is_host_short(answer: dict[str, Any]) -> bool:
 def _describe_host(answer: dict[str, Any]) -> str:
     """Say what memory and room on the disk a machine needs, and whether it is known to have too little of the first."""
     room, disk = answer["memory_of_host"], answer["disk_bytes"] + answer["download_bytes"]
-    text = f"A machine needs {_size(answer['host_memory'])} of memory ({answer['host_memory_why']})"
-    text += f", and has {_size(room)}" if room else ""
-    return f"{text}; {_size(disk)} of disk."
+    there = f" of {_size(room)}" if room else ""
+    return f"{_size(answer['host_memory'])}{there} of memory ({answer['host_memory_why']}); {_size(disk)} of disk"
 
 
 def _describe_duration(answer: dict[str, Any]) -> str:
-    """Say how long it takes, and what it costs, or what is missing to say it."""
+    """Say how long it takes, or what is missing to say it."""
     tokens = answer["tokens_per_second"]
     speed = f"{round_number(answer['samples_per_second'])} samples/s"
     speed += f", {round_number(tokens)} tokens/s" if tokens else ""
     if answer["seconds_to_end"] is None:
-        return f"How long: {_explain_missing(answer)}. {speed}."
+        return f"{_explain_missing(answer)}. {speed}"
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
-    parts = [f"{hours} for {length}: {speed}; {explain_band([answer])}", _describe_rows(answer), _describe_end(answer)]
-    energy = answer["energy_kwh"]
-    if energy is not None and energy >= 0.01:
-        parts.append(f"{round_number(energy)} kWh at the power limit")
-    if answer["cost"] is not None:
-        parts.append(_describe_cost(answer))
-    return ". ".join(part for part in parts if part) + "."
+    return f"{hours} for {length}: {speed}"
 
 
 def _describe_rows(answer: dict[str, Any]) -> str:
@@ -125,7 +135,7 @@ def _describe_rows(answer: dict[str, Any]) -> str:
     if not rows or rows["why"]:
         return ""
     held_out = f", of which {rows['num_held_out']:,} are held out" if rows["num_held_out"] else ""
-    text = f"The files have {rows['num_rows']:,} rows{held_out}"
+    text = f"{rows['num_rows']:,} in the files{held_out}"
     length = answer["tokens_per_step"] // answer["global_batch_size"]
     text += f"; each is counted with {length:,} tokens, the most"
     mean, planned = rows["mean_tokens"], answer.get("of_mean_rows")
@@ -140,7 +150,9 @@ def _describe_rows(answer: dict[str, Any]) -> str:
 
 
 def _describe_cost(answer: dict[str, Any]) -> str:
-    """Say the dollars to the end, and those of an epoch and of a billion tokens."""
+    """Say the dollars to the end, and those of an epoch and of a billion tokens; empty: no price is given."""
+    if answer["cost"] is None:
+        return ""
     low, high = answer["cost_range"]
     price = f"${answer['price_per_hour']:,.2f} for a device and hour"
     parts = [f"${_dollars(answer['cost'])} (${_dollars(low)} to ${_dollars(high)}) at {price}"]
@@ -148,6 +160,11 @@ def _describe_cost(answer: dict[str, Any]) -> str:
     parts += [] if epoch is None else [f"${_dollars(epoch)} an epoch"]
     parts += [] if billion is None else [f"${_dollars(billion)} a billion tokens"]
     return ", ".join(parts)
+
+
+def _describe_energy(answer: dict[str, Any]) -> str:
+    energy = answer["energy_kwh"]
+    return f"{round_number(energy)} kWh at the power limit" if energy is not None and energy >= 0.01 else ""
 
 
 def _describe_end(answer: dict[str, Any]) -> str:
@@ -164,7 +181,7 @@ def _describe_end(answer: dict[str, Any]) -> str:
     days = [format_day(end, start) for end in ends]
     if len({end.date() for end in ends}) == 1 and all(":" in day for day in days):  # the day is said once
         days[1:] = [f"{end:%H:%M}" for end in ends[1:]]
-    return f"It ends on {days[0]}{condition} ({' to '.join(days[1:])})"
+    return f"on {days[0]}{condition} ({' to '.join(days[1:])})"
 
 
 def format_day(end: datetime.datetime, start: datetime.datetime) -> str:
@@ -188,7 +205,7 @@ def _describe_spot(answer: dict[str, Any]) -> str:
     every = format_seconds(answer["checkpointing_seconds"])
     saving, share = answer["checkpoint_seconds"], answer["checkpoint_seconds"] / answer["checkpointing_seconds"]
     text = (
-        f"An interruption costs about {lost}: half of the {every} between checkpoints and {RESTART_SECONDS / 60:.0f} minutes "
+        f"an interruption costs about {lost}: half of the {every} between checkpoints and {RESTART_SECONDS / 60:.0f} minutes "
         f"to start again (assumed); a checkpoint takes {format_seconds(saving)}"
     )
     if share > WORTH_SAYING:
@@ -393,7 +410,7 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "host RAM", f"at least {_size(answer['host_memory'])} on a machine: {answer['host_memory_why']}"
     yield from _list_time(answer)
     if answer["unverified"]:
-        yield "device", f"{', '.join(answer['unverified'])}: taken from sources that nobody could open here, unverified"
+        yield "device", f"{', '.join(answer['unverified'])}: unverified, as nobody here could open the source"
     if answer["all_reduce_seconds"]:
         seconds = ", ".join(
             f"{name.replace('_', ' ')} {value:.2g}" for name, value in answer["all_reduce_seconds"].items()
