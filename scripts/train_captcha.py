@@ -20,7 +20,7 @@ from samestep.data import captchas
 from samestep.errors import exit_code
 from samestep.models.captcha_recognition import ReadingSums
 from samestep.training.evaluation import predict
-from samestep.training.plots import draw_predictions
+from samestep.training.plots import describe_counts, draw_predictions
 from samestep.training.run import Run
 
 USAGE = """\
@@ -66,8 +66,9 @@ def main(argv: list[str]) -> int:
         reader = trained_model.reader.eval()
         reader.save_pretrained(run.output_dir)
         micro_batch, places = predict(reader, held_out, 256)
-        texts = reader.texts(micro_batch["labels"]), reader.texts(places)
-        picture = draw_predictions(held_out.pictures(micro_batch["pixel_values"]), *texts, len(held_out))
+        true, read = reader.texts(micro_batch["labels"]), reader.texts(places)
+        title = describe_counts(sum(map(str.__ne__, true, read)), len(read), len(held_out))
+        picture = draw_predictions(held_out.pictures(micro_batch["pixel_values"]), true, read, title)
         picture.savefig(run.output_dir / "predictions.png")
         run.publish(USAGE)
     return run.close()

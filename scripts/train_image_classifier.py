@@ -19,8 +19,8 @@ if __name__ == "__main__":
 from samestep.data import images
 from samestep.errors import exit_code
 from samestep.models.image_classification import ClassificationSums
-from samestep.training.evaluation import predict
-from samestep.training.plots import draw_predictions
+from samestep.training.evaluation import classify_images
+from samestep.training.plots import draw_held_out
 from samestep.training.run import Run
 
 USAGE = """\
@@ -69,10 +69,9 @@ def main(argv: list[str]) -> int:
         resnet.save_pretrained(run.output_dir)
         images.make_processor(recipe).save_pretrained(run.output_dir)
         if held_out is not None:
-            micro_batch, places = predict(resnet, held_out, 256)
-            true, named = ([train.classes[n] for n in labels.tolist()] for labels in (micro_batch["labels"], places))
-            picture = draw_predictions(held_out.pictures(micro_batch["pixel_values"]), true, named, len(held_out))
-            picture.savefig(run.output_dir / "predictions.png")
+            logits = classify_images(resnet, held_out, run.settings.per_device_eval_batch_size)
+            held_out.write(run.output_dir / "held_out.csv", logits)
+            draw_held_out(held_out, logits).savefig(run.output_dir / "predictions.png")
         run.publish(USAGE.replace("MODE", "RGB" if recipe.num_channels == 3 else "L"))
     return run.close()
 

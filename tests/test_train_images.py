@@ -1,12 +1,15 @@
 """The programs of images as a user meets them: what they leave behind, what they refuse, how they go on."""
 
+import csv
 import json
 import re
+from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from cases import thorough
 from common import all_metrics, evaluations, fresh_accelerator, metrics
 from compare import same_weights, untimed_metrics
@@ -58,6 +61,7 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
         *PAGES,
         *(".lock", "all_results.json", "checkpoint-10", "config.json", "metrics.jsonl"),
         *(
+            "held_out.csv",
             "model.safetensors",
             "predictions.png",
             "preprocessor_config.json",
@@ -228,10 +232,47 @@ def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):
     with pytest.raises(UsageError, match=r"num_labels is 3, but train_dir .* has 2 classes \(bright, dark\)"):
         classify("labels", folder_flags(folder) + " --num_labels 3")
     classify("samples", folder_flags(folder) + " --num_train_samples 99 --max_train_steps 1")
-    assert "num_train_samples is 99: epochs are those of 12" in capsys.readouterr().out
+    assert "12 images of 2 classes; num_train_samples is 99, but an epoch has 12; " in capsys.readouterr().out
     (folder / "none").mkdir()
     with pytest.raises(UsageError, match="class none holds no image"):
         classify("empty", folder_flags(folder))
+
+
+def test_what_a_folder_decides_is_counted_there(classify, folder, capsys):
+    """Classes and images, where a recipe has those of its own data; and what becomes of the images is said."""
+    for number in range(6):
+        Image.new("RGB", (20, 10), (200, 0, 0)).save(folder / "bright" / f"red{number}.png")
+    output_dir = classify(
+        "run", f"--train_dir {folder} --validation_fraction 0.25 --global_batch_size 4 --max_train_steps 1"
+    )
+    recipe = yaml.safe_load((output_dir / "recipe.yaml").read_text())
+    assert (recipe["num_labels"], recipe["num_train_samples"]) == (2, 22 - 6)  # round(22 / 4) are held out
+    out = capsys.readouterr().out
+    assert "  images in colour, which become grey (num_channels is 1): 22\n" in out
+    assert (
+        "  images of 17 sizes, 20 x 10 to 25 x 25: their middle becomes 16 x 16 (image_width x image_height)\n" in out
+    )
+    assert "  classes: bright (14), dark (8)\n" in out
+    assert "num_train_samples" not in out
+
+
+def test_held_out_images_are_listed_the_surest_mistakes_first(classify, folder, real_figures):
+    output_dir = classify("run", f"{folder_flags(folder)} --validation_fraction 0.5 --max_train_steps 3")
+    with (output_dir / "held_out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    wrong = [row for row in rows if row["prediction"] != row["label"]]
+    assert rows[: len(wrong)] == wrong
+    sure = [float(row["probability"]) for row in rows]
+    assert sure[: len(wrong)] == sorted(sure[: len(wrong)], reverse=True)
+    assert sure[len(wrong) :] == sorted(sure[len(wrong) :])
+    results = json.loads((output_dir / "all_results.json").read_text())
+    assert results["eval_accuracy"] == pytest.approx(1 - len(wrong) / 8)
+    assert results["eval_majority_accuracy"] == max(Counter(row["label"] for row in rows).values()) / 8
+    for row in rows:
+        assert row["image"].startswith(f"{row['label']}/")
+        assert (folder / row["image"]).is_file()
+        assert float(row[f"probability_{row['prediction']}"]) == float(row["probability"])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -84,7 +84,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
     ),
     "show-data": Command(
         answered_by="samestep.contrib.showing.command:show_data",
-        summary="show samples of a recipe of texts, images or speech, with the tokens that are trained",
+        summary="show samples of a recipe of texts, chats (with images, too) or speech, with the tokens that are trained",
         description=(
             "Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in "
             "[[ ]]. Images are named, on a page shown; of recordings it says the seconds and the rate. "

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from transformers import BaseImageProcessor
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
+from samestep.data import predictions
 from samestep.data.arrow import datasets, hash_parts
 from samestep.data.builtin import find_builtin, is_builtin
 from samestep.data.documents import load_hub
@@ -57,6 +59,7 @@ USUAL_SUFFIXES = (".png", ".jpg", ".tif", ".gif", ".webp", ".bmp")  # for messag
 DARK = 4095  # largest value of 12 bits: cameras write them into 16, where they are nearly black
 CENTRE = 224 / 256  # share of the short side that held-out images are cropped to, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
+PLANNED = 0.05  # by which the images may differ from num_train_samples, by which a run is planned, before it is said
 MAX_NAMES = 10  # names in a message at most
 CHUNK = 16  # images that a thread verifies at once
 MAX_RESULTS = 2**29  # bytes of the file that keeps the results of verified images
@@ -122,7 +125,8 @@ class Images:
     def __init__(self, store: Store, rows: np.ndarray, recipe: ImageClassification, *, training: bool):
         self.store, self.rows, self.classes = store, rows, store.classes
         self.row_reports: list[RowReport] = []
-        self.seed, self.planned_size = recipe.seed if training else None, recipe.num_train_samples
+        self.seed = recipe.seed if training else None
+        self.planned_size = recipe.num_train_samples if training else None
         self.augmentation = recipe.augmentation
         self.height, self.width, self.num_channels = recipe.image_height, recipe.image_width, recipe.num_channels
         mean, std = np.array(recipe.image_mean), np.array(recipe.image_std)
@@ -137,9 +141,9 @@ class Images:
     def __str__(self) -> str:
         """Say how many images there are, and in what they differ from the recipe."""
         text = f"{len(self):,} images of {len(self.classes)} classes"
-        if len(self) == self.planned_size:
+        if self.planned_size is None or abs(len(self) - self.planned_size) <= PLANNED * self.planned_size:
             return text
-        return f"{text}; num_train_samples is {self.planned_size}: epochs are those of {len(self)}"
+        return f"{text}; num_train_samples is {self.planned_size:,}, but an epoch has {len(self):,}"
 
     @property
     def majority_accuracy(self) -> float:
@@ -196,6 +200,22 @@ class Images:
         factor, offset = (row[: self.num_channels] for row in (self.factor, self.offset))
         return np.clip((pixel_values.permute(0, 2, 3, 1).numpy() - offset) / factor / 255, 0, 1)
 
+    def write(self, path: Path, logits: np.ndarray) -> None:
+        """Write a csv file of what was read in each image, the wrong ones first, with columns as of `predictions.list_columns`.
+
+        Args:
+            path: where the file goes.
+            logits: floating [samples, classes].
+        """
+        labels = self.store.labels[self.rows]
+        columns = {"label": [self.classes[label] for label in labels], "image": map(self.name, range(len(self)))}
+        table = predictions.list_columns(self.classes, logits, columns)
+        predictions.write_table(path, table, predictions.sort_by_error(logits, labels))
+
+    def name(self, place: int) -> str:
+        """Return the name of a sample's image, for people."""
+        return self.store.name(int(self.rows[place]))
+
     def _pixels(self, sample: ImageSample) -> np.ndarray:
         """Decode, crop, resize and augment an image, uint8 [height, width, channels]."""
         row = int(self.rows[sample.sample_id])
@@ -248,8 +268,10 @@ def build(
     lines = [line for pair in zip(stores, found, strict=True) if (line := _describe_bad_rows(*pair))]
     if lines and on_bad_row == "refuse":
         raise UsageError(f"{'; '.join(lines)}: mend or remove them, or set on_bad_row to skip")
-    reports = [_report(*pair) for pair in zip(stores, found, strict=True) if pair[0].is_encoded]
+    reports = [_report(*pair, recipe) for pair in zip(stores, found, strict=True) if pair[0].is_encoded]
     rows = [_find_good_rows(*pair) for pair in zip(stores, found, strict=True)]
+    for report, source, good in zip(reports, stores, rows, strict=False):  # none of a built-in one
+        report.notes.append(_describe_classes(source, good))
     if len(stores) == 1:
         rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
         stores = stores * 2
@@ -261,7 +283,26 @@ def build(
     return train, Images(stores[1], rows[1], recipe, training=False)
 
 
-def _report(store: Any, found: "Found") -> RowReport:
+def _describe_classes(store: "Store", rows: np.ndarray) -> str:
+    """Say how many images each class has."""
+    counts = Counter(store.labels[rows].tolist())
+    return f"classes: {_abbreviate([f'{name} ({counts[label]:,})' for label, name in enumerate(store.classes)])}"
+
+
+def _describe_sizes(sizes: Sequence[str], recipe: ImageClassification) -> list[str]:
+    """Say in a line what images of other sizes than the recipe's become; nothing where there are none."""
+    pairs = sorted({tuple(map(int, SIZE.fullmatch(size).groups())) for size in sizes}, key=math.prod)
+    if not pairs or pairs == [(recipe.image_width, recipe.image_height)]:
+        return []
+    (w, h), (widest, highest) = pairs[0], pairs[-1]
+    seen = f"{w} x {h}" if len(pairs) == 1 else f"{len(pairs):,} sizes, {w} x {h} to {widest} x {highest}"
+    part = "a crop of them, drawn anew in each epoch," if recipe.augmentation == "imagenet" else "their middle"
+    return [
+        f"images of {seen}: {part} becomes {recipe.image_width} x {recipe.image_height} (image_width x image_height)"
+    ]
+
+
+def _report(store: Any, found: "Found", recipe: ImageClassification) -> RowReport:
     """Report on the images of a store. Raises UsageError where all of 16 bits are of 12, nearly black."""
     notes = Counter(note for _, names in found.values() for note in names)
     if notes[SIXTEEN_BITS] and notes[SIXTEEN_BITS] == notes[DARK_BITS]:
@@ -270,7 +311,13 @@ def _report(store: Any, found: "Found") -> RowReport:
             "65,535 is white, so that they would be nearly black. Multiply them by 16, or write them in 8 bits"
         )
     bad = [Problem(store.name(row), fault) for row, (fault, _) in found.items() if fault is not None]
-    lines = [f"images that {note}: {count:,}" for note, count in notes.items() if note]
+    own = (COLOURED, DARK_BITS)
+    lines = [
+        f"images that {note}: {count:,}" for note, count in notes.items() if note not in own and not SIZE.match(note)
+    ]
+    if notes[COLOURED] and recipe.num_channels == 1:
+        lines.append(f"images in colour, which become grey (num_channels is 1): {notes[COLOURED]:,}")
+    lines += _describe_sizes([note for note in notes if SIZE.match(note)], recipe)
     return RowReport(
         store.description,
         num_read=len(store.labels),
@@ -637,7 +684,9 @@ def _hub(name: str, config: str | None) -> list[Store]:
 
 SIXTEEN_BITS, DARK_BITS = "have 16 bits, of which the upper 8 are taken", ""  # the last one is only counted
 FRAMES, TURNED = "have several frames: the first is taken", "are turned upright, as their EXIF data say"
-CLEAR = "have transparency, which is dropped"
+CLEAR, COLOURED = "have transparency, which is dropped", "are in colour"
+SIZE = re.compile(r"(\d+) x (\d+)")
+"""What is said of an image's size, upright, in pixels: width x height."""
 
 
 Found = dict[int, tuple[str | None, list[str]]]
@@ -655,7 +704,7 @@ def _inspect_all(store: Any, num_workers: int | None) -> Found:
     if not store.is_encoded:
         return {}
     marks, names = store.marks(), [store.name(row) for row in range(len(store.labels))]
-    key = hash_parts(store.place, PIL.__version__)
+    key = hash_parts(store.place, PIL.__version__, "sizes")
     file = Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{key}.json"
     results = _load_results(file)
     unverified_rows = [row for row, name in enumerate(names) if name not in results or results[name][0] != marks[row]]
@@ -705,11 +754,28 @@ def _list_notes(image: Image.Image) -> list[str]:
             notes.append(TURNED)
         if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
             notes.append(CLEAR)
+        if _is_coloured(image):
+            notes.append(COLOURED)
+        notes.append(_write_size(image))
         if image.mode.startswith("I;16"):
             notes.append(SIXTEEN_BITS)
             if np.asarray(image).max() <= DARK:
                 notes.append(DARK_BITS)
     return notes
+
+
+def _is_coloured(image: Image.Image) -> bool:
+    """Tell whether an image is in colour, as its mode says; or its palette, which may hold grey levels alone."""
+    if image.mode in ("P", "PA"):
+        levels = image.getpalette() or []
+        return any(len(set(levels[first : first + 3])) > 1 for first in range(0, len(levels), 3))
+    return image.mode.startswith(("RGB", "CMYK", "YCbCr", "LAB", "HSV"))
+
+
+def _write_size(image: Image.Image) -> str:
+    """Write the size of an image as it is upright."""
+    width, height = image.size[::-1] if image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else image.size
+    return f"{width} x {height}"
 
 
 def _load_results(file: Path) -> dict[str, list]:

@@ -5,7 +5,6 @@ memory-mapped file: [CLS] text [SEP], or [CLS] text [SEP] pair [SEP], cut off af
 own lengths, and lie end to end in a micro-batch: nothing is padded.
 """
 
-import csv
 import dataclasses
 import functools
 import re
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from samestep.data import documents, row_files, row_report, tables
+from samestep.data import documents, predictions, row_files, row_report, tables
 from samestep.data.arrow import ClassLabel, Dataset, Features, List, Value, datasets, hash_modules, hash_parts, map_once
 from samestep.data.builtin import is_builtin
 from samestep.data.ragged import make_micro_batch
@@ -211,33 +210,13 @@ class LabelledTexts(TokenizedTexts):
         columns: dict[str, Iterable[Any]] = {name: self.rows[name] for name in names}
         if self.classes is None:
             columns = {"prediction": (f"{value:.6g}" for value in logits[:, 0])} | columns
+            order = np.argsort(-np.abs(logits[:, 0] - self.labels), kind="stable") if is_judged else None
         else:
-            probabilities = np.exp(logits - logits.max(-1, keepdims=True))
-            probabilities /= probabilities.sum(-1, keepdims=True)
-            chosen = {
-                "prediction": (self.classes[place] for place in probabilities.argmax(-1)),
-                "probability": (f"{value:.6g}" for value in probabilities.max(-1)),
-            }
-            columns = chosen | columns
             if is_judged:
                 columns["label"] = [self.classes[label] for label in self.labels]
-            for name, values in zip(self.classes, probabilities.T, strict=True):
-                columns[f"probability_{name}"] = (f"{value:.6g}" for value in values)
-        lines = list(zip(*columns.values(), strict=True))
-        if is_judged:
-            lines = [lines[place] for place in self._sort_by_error(logits)]
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(lines)
-
-    def _sort_by_error(self, logits: np.ndarray) -> np.ndarray:
-        """Sort the texts: of numbers the largest errors first; of classes the wrong ones, the surest first, then the others."""
-        if self.classes is None:
-            return np.argsort(-np.abs(logits[:, 0] - self.labels), kind="stable")
-        is_wrong = logits.argmax(-1) != self.labels
-        sureness = logits.max(-1) - np.logaddexp.reduce(logits, -1)  # log of the probability
-        return np.lexsort((np.where(is_wrong, -sureness, sureness), ~is_wrong))
+            columns = predictions.list_columns(self.classes, logits, columns)
+            order = predictions.sort_by_error(logits, self.labels) if is_judged else None
+        predictions.write_table(path, columns, order)
 
     def describe_baseline(self) -> list[str]:
         """Say what these texts give a classifier that has learned nothing, in a line; of numbers nothing."""

@@ -318,5 +318,11 @@ def _find_unknown_words(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> I
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hex digits of a SHA-256 of everything that decides how a tokenizer cuts text."""
+    """Return 16 hex digits of a SHA-256 of everything that decides how a tokenizer cuts text.
+
+    A call that cuts a text off, or pads it, leaves its length behind in the tokenizer. Each call sets its own, so that of an
+    earlier one is taken away: where tokens come from a cache there was none. So a saved tokenizer is the same, too.
+    """
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]

@@ -101,7 +101,7 @@ def load(
     find_config: FindConfig = read_local_config,
     say: Callable[[str], object] = lambda text: None,
 ) -> Recipe:
-    """Load a recipe as `recipe.load` does, with the shape of the checkpoint that it starts from.
+    """Load a recipe as `recipe.load` does, with the shape of the checkpoint that it starts from, and what own data decide.
 
     Args:
         name_or_file, changes, task: as of `recipe.load`; `changes` are what a user typed.
@@ -114,6 +114,9 @@ def load(
         UsageError: as `recipe.load`; the checkpoint is of another architecture, or contradicts what was typed.
     """
     recipe = recipes.load(name_or_file, changes, task=task)
+    if found := recipe.find_fields_of_data(changes):
+        changes = {**changes, **found}
+        recipe = recipes.load(name_or_file, changes, task=task)
     path = getattr(recipe, "model_name_or_path", None)
     config = None if path is None else find_config(path)
     if config is None:

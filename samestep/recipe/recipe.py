@@ -208,6 +208,14 @@ class Recipe:
         parts = [datasets, getattr(self, "dataset_config_name", None)]
         return ", ".join(names) or " ".join(filter(None, parts)) or None
 
+    def find_fields_of_data(self, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """Find fields that data which somebody names decide, and a recipe of the catalog has for its own: field -> value.
+
+        Args:
+            typed: field -> value, what was typed beside the recipe; none of these is found.
+        """
+        return {}
+
     @property
     def model_in_words(self) -> str:
         """Words of a description on the model behind the task: its first weights, and the part that is trained."""

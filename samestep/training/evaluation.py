@@ -40,6 +40,26 @@ def predict(network: Any, source, num_samples: int) -> tuple[MicroBatch, torch.T
 
 
 @torch.no_grad()
+def classify_images(network: Any, source, batch_size: int) -> np.ndarray:
+    """Compute the logits of all images of a dataset on this process alone.
+
+    Args:
+        network: takes pixel_values, returns an object with `logits` [samples, classes]; in evaluation mode.
+        source: `Images`.
+        batch_size: samples in one forward, at most.
+
+    Returns:
+        float64 [samples, classes], in the dataset's order.
+    """
+    weight, parts = next(network.parameters()), []
+    for first in range(0, len(source), batch_size):
+        places = range(first, min(first + batch_size, len(source)))
+        pixels = source.collate([source.draw(0, place) for place in places])["pixel_values"]
+        parts.append(network(pixels.to(weight.device, weight.dtype)).logits.double().cpu().numpy())
+    return np.concatenate(parts)
+
+
+@torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int) -> torch.Tensor:
     """Add up losses, correct predictions and targets of each loss term over a whole dataset.
 

@@ -1,6 +1,8 @@
 """Recipes that train a ResNet to classify images."""
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from samestep.recipe.recipe import Parts, register
@@ -64,6 +66,7 @@ class ImageClassification(ImageRecipe):
             lambda name: Rule(
                 lambda f: len(f[name]) != f.num_channels,
                 f"{name} {{f[{name}]}} must hold one number for each of num_channels {{f.num_channels}}",
+                "photographs have --image_mean 0.485 0.456 0.406 --image_std 0.229 0.224 0.225, grey ones 0.45 and 0.23",
             ),
         ),
         Rule(lambda f: min(f.image_std, default=1) <= 0, "image_std {f.image_std} must be positive numbers"),
@@ -85,6 +88,20 @@ class ImageClassification(ImageRecipe):
     def loss_weights(self) -> dict[str, float]:
         """Name and weight of the only loss term."""
         return {"class": 1.0}
+
+    def find_fields_of_data(self, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """Count the class folders and their files; a folder without class folders says nothing."""
+        if not isinstance(typed.get("train_dir"), str):
+            return {}
+        folder = Path(typed["train_dir"]).expanduser()
+        try:
+            classes = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+            num_files = sum(not file.name.startswith(".") for entry in classes for file in entry.iterdir())
+        except OSError:  # said where the images are read
+            return {}
+        num_held_out = 0 if self.validation_dir else round(num_files * self.validation_fraction)
+        found = {"num_labels": len(classes), "num_train_samples": num_files - num_held_out}
+        return {name: value for name, value in found.items() if name not in typed and value > 0}
 
     @property
     def small_shape(self) -> dict[str, Any]:

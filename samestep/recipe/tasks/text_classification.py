@@ -1,6 +1,7 @@
 """Recipes that fine-tune a classifier of texts."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from samestep.recipe.recipe import Parts, register
@@ -58,6 +59,10 @@ class TextClassification(StreamedTexts, BertRecipe):
         ),
         Rule(lambda f: not f.metrics, "metrics is empty", "name at least one, for example accuracy"),
     )
+
+    def find_fields_of_data(self, typed: Mapping[str, Any]) -> dict[str, Any]:
+        is_own = typed.get("train_file") is not None and not self.streaming
+        return {"num_labels": None} if is_own and "num_labels" not in typed and self.num_labels is not None else {}
 
     @property
     def small_shape(self) -> dict[str, Any]:
