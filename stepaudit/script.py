@@ -26,6 +26,7 @@ from stepaudit.mesh import VARIABLE, count_data_parts, count_processes, read_mes
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
 from stepaudit.table import fold_lines, table
+from stepaudit.unvaried import explain_unvaried
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
@@ -574,6 +575,13 @@ def compare_runs(
             lambda is_reference, mode: record_again(0 if is_reference else number, mode),
         )
 
+    for number in range(1, len(runs)):
+        first, other = runs[0], runs[number]
+        is_alike = (first.num_processes, first.mesh) == (other.num_processes, other.mesh) and number not in failures
+        if is_alike and (why := explain_unvaried(first.flags, recordings[0], other.flags, recordings[number])):
+            failures[number] = UsageError(why)
+    if len(runs) > 1 and len(failures) == len(runs) - 1:
+        raise UsageError(problem for failure in failures.values() for problem in failure.problems)
     settled = [failures[number] if number in failures else settle_run(number) for number in range(1, len(runs))]
     return find_faults(recordings[0]), settled
 
@@ -681,6 +689,11 @@ class _Patience:
 
 def _find_program_problem(name: str) -> str:
     """Say why Python cannot run a file; empty if it can."""
+    if name.endswith(".ipynb"):
+        return (
+            "is a notebook: write its cells into a program (jupyter nbconvert --to script), which reads what --vary sets, "
+            "for example an environment variable, env:BATCH"
+        )
     try:
         if os.path.getsize(name) > MAX_PROGRAM_BYTES:
             return f"is no Python program: it has more than {MAX_PROGRAM_BYTES:,} bytes"

@@ -467,6 +467,22 @@ def test_the_command_for_machines(capsys, run):
     assert (answer["tolerance"], answer["findings"], answer["comparisons"][0]["findings"]) == (1e-9, [], [])
 
 
+def test_flags_that_a_program_does_not_read_test_nothing(capsys, run):
+    """Its numbers stand in its lines, as of a notebook: a comparison of it with itself is no verdict."""
+    words = [*VARY, "--", str(program("not_divided_by_k"))]
+    as_written = run("not_divided_by_k", 8, 2)
+    with pytest.raises(UsageError, match=r"all micro-batches are as in the first layout \(2 of 8 samples in the first step"):
+        audit_script(words, run_program=lambda *_: as_written)
+    assert "exact" not in capsys.readouterr().out
+    words[:0] = ["--vary", f"{corpus.BATCH}=8,{corpus.WINDOW}=2"]
+    read = [(8, 2), (8, 2), (4, 4)]  # the second layout is not what its flags say
+    with pytest.raises(UsageError, match="so that nothing is tested"):
+        audit_script(words, run_program=lambda *_: run("groupnorm", *read.pop(0)))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("exact, but for what failed (")
+    other = ["--vary", "num_workers=0", "--vary", "num_workers=2", "--", str(program("groupnorm"))]
+    assert audit_script(other, run_program=lambda *_: run("groupnorm", 8, 2)) == 0
+
+
 def test_a_layout_that_fails_leaves_the_others_their_verdicts(capsys, run):
     """All that could be compared is said; then why the rest could not, and that is the end of it: not a verdict."""
     words = [*VARY, "--vary", f"{corpus.BATCH}=2,{corpus.WINDOW}=8", "--", str(program("not_divided_by_k"))]
@@ -551,6 +567,7 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
     ("argv", "message"),
     [
         ([], "the program is missing behind --"),
+        ([*VARY, "--", "NOTEBOOK.ipynb"], r"is a notebook: write its cells into a program .*, env:BATCH"),
         ([*VARY, "--", "nowhere.py"], "nowhere.py is not a file"),
         (["--", "README.md"], "one run has nothing to be compared with"),
         (["--vary", "x", "--", "README.md"], "--vary is 'x', not FLAG=VALUE"),
@@ -574,8 +591,11 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
         ([*VARY, "--", "docs"], "docs is not a file"),
     ],
 )
-def test_bad_usage(argv, message, monkeypatch):
+def test_bad_usage(argv, message, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
+    if argv[-1:] == ["NOTEBOOK.ipynb"]:
+        argv = [*argv[:-1], str(tmp_path / "a.ipynb")]
+        (tmp_path / "a.ipynb").write_text('{"cells": []}')
     with pytest.raises(UsageError, match=message):
         audit_script(argv)
 

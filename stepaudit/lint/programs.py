@@ -7,12 +7,24 @@ from collections.abc import Iterable, Iterator
 
 from stepaudit.lint.losses import FUNCTION, find_module
 from stepaudit.lint.syntax import LOOPS, Node, Source, dotted, keyword, last_name, names_in
-from stepaudit.lint.windows import ACCUMULATE, WINDOW_NAME, Window, find_accelerator_k, is_one
+from stepaudit.lint.windows import ACCUMULATE, WINDOW_NAME, Window, find_accelerator_k, find_guards, is_one
 
 Found = Iterator[tuple[str, Node, str, str]]
 """Code, node, detail, and when it holds."""
 SCHEDULE = re.compile(r"get_(\w+_)?(scheduler|schedule_with_warmup|with_warmup|schedule)|\w+LR")
 LENGTHS = ("num_warmup_steps", "num_training_steps", "T_max", "total_steps", "step_size", "total_iters")
+PLACES: dict[str, tuple[str, ...]] = {
+    "get_scheduler": ("", "", "num_warmup_steps", "num_training_steps"),
+    **{
+        f"get_{kind}_schedule_with_warmup": ("", "num_warmup_steps", "num_training_steps")
+        for kind in ("linear", "cosine", "polynomial_decay", "cosine_with_hard_restarts")
+    },
+    "CosineAnnealingLR": ("", "T_max"),
+    "OneCycleLR": ("", "", "total_steps"),
+    "StepLR": ("", "step_size"),
+}
+"""Maker of a schedule -> the names of its arguments by their places; those that are no length have none."""
+LOADER = re.compile(r"loader|(^|[._])(dl|batches)$", re.IGNORECASE)
 SHARED = re.compile(r"num_processes|world_size|n_gpus?\b|num_gpus")
 HEADS = re.compile(
     r"\w*For(SequenceClassification|TokenClassification|MultipleChoice|NextSentencePrediction|PreTraining)"
@@ -50,7 +62,7 @@ def _check_lengths(source: Source, made: ast.Call, prepare: ast.Call, windows: l
     k = find_accelerator_k(source)
     accumulates = any(window.kind == ACCUMULATE for window in windows) and k is not None and not is_one(source, k, made)
     where = "" if isinstance(k, ast.Constant) else f"where {ast.unparse(k)} is more than 1" if k is not None else ""
-    lengths = {name: value for name in LENGTHS if (value := keyword(made, name)) is not None}
+    lengths = _find_lengths(made)
     # One that counts batches of all processes counts samples, so to speak: a number beside it does, too.
     counts_samples = any(_counts_batches(source, list(_resolve(source, value)), prepare) for value in lengths.values())
     for name, value in lengths.items():
@@ -64,6 +76,45 @@ def _check_lengths(source: Source, made: ast.Call, prepare: ast.Call, windows: l
             yield "SA402", value, detail, where
         elif not (SHARED.search(text) or counts_batches or _is_shared_elsewhere(source, value, lengths.values())):
             yield "SA401", value, detail, "on several processes"
+
+
+def _find_lengths(made: ast.Call) -> dict[str, ast.expr]:
+    """Find the lengths that a schedule is made with, by their names or their places."""
+    found = {name: value for name in LENGTHS if (value := keyword(made, name)) is not None}
+    named = zip(PLACES.get(last_name(made.func), ()), made.args, strict=False)
+    return found | {name: value for name, value in named if name}
+
+
+def check_own_schedules(source: Source, windows: list[Window]) -> Found:
+    """Ask whether a schedule that ticks with the optimizer, in a window of the program's own, counts micro-batches."""
+    for window in windows:
+        if window.guard is None or window.kind == ACCUMULATE:
+            continue
+        for tick in source.calls:
+            owner = tick.func.value if isinstance(tick.func, ast.Attribute) and last_name(tick.func) == "step" else None
+            if owner is None or window.guard not in find_guards(source, tick, window.loop):
+                continue
+            made = [value for value in source.values(dotted(owner), tick) if isinstance(value, ast.Call)]
+            for value in made[:1] if dotted(owner) else []:
+                if SCHEDULE.fullmatch(last_name(value.func)):
+                    yield from _check_own_lengths(source, value, window)
+
+
+def _check_own_lengths(source: Source, made: ast.Call, window: Window) -> Found:
+    where = "" if isinstance(window.k, ast.Constant) else f"where {window.k_text} is more than 1"
+    for name, value in _find_lengths(made).items():
+        parts = list(_resolve(source, value))
+        nodes = [node for part in parts for node in ast.walk(part)]
+        is_divided = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv) for node in nodes)
+        counts_batches = any(
+            isinstance(node, ast.Call)
+            and dotted(node.func) == "len"
+            and node.args
+            and LOADER.search(dotted(node.args[0]))
+            for node in nodes
+        )
+        if counts_batches and not is_divided:
+            yield "SA402", value, f"{name}={ast.unparse(value)}", where
 
 
 def _resolve(source: Source, value: ast.expr, depth: int = 0) -> Iterator[ast.expr]:

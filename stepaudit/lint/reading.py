@@ -78,6 +78,7 @@ def lint_text(text: str, path: str, audit: str = "", check_model: str = "") -> I
     found = [each for window in windows for each in checks.check_window(source, window)]
     found += checks.check_reductions(source, windows)
     found += programs.check_schedules(source, windows)
+    found += programs.check_own_schedules(source, windows)
     found += programs.check_loaders(source)
     found += programs.check_trainers(source)
     found += programs.check_losses(source)

@@ -1,0 +1,50 @@
+"""Finds layouts that a program computed as it computed the first one, so that a comparison could not fail."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from stepaudit.recording import Recording
+
+CUTS = re.compile(r"batch|accum|micro|window", re.IGNORECASE)
+SHORT = {"b", "k", "bs", "ga", "gas", "mbs", "gbs"}
+"""Names of flags that say how a step is cut: words in them, and whole ones."""
+
+
+def is_cut(name: str) -> bool:
+    """Tell whether a flag says how a step is cut, as its name has it.
+
+    >>> is_cut("--train_batch_size"), is_cut("env:ACCUM"), is_cut("-b"), is_cut("num_workers"), is_cut("backend")
+    (True, True, True, False, False)
+    """
+    name = name.removeprefix("env:").removeprefix("key:").lstrip("-")
+    return CUTS.search(name) is not None or name.lower() in SHORT
+
+
+def find_shape(recordings: Sequence[Recording]) -> list[list[list[int | None]]]:
+    """List the samples of each micro-batch of each step of each process: the same of two layouts that cut alike."""
+    return [[[micro.num_rows for micro in step.micro_steps] for step in one.steps] for one in recordings]
+
+
+def explain_unvaried(
+    reference_flags: Mapping[str, str],
+    reference: Sequence[Recording],
+    flags: Mapping[str, str],
+    recordings: Sequence[Recording],
+) -> str | None:
+    """Say why a layout tests nothing: flags that cut a step differ, and all micro-batches are the same; None: it tests.
+
+    Args:
+        reference_flags, flags: name -> value of the first layout, and of this one.
+        reference, recordings: of their processes.
+    """
+    changed = [name for name, value in flags.items() if is_cut(name) and reference_flags.get(name) != value]
+    shape = find_shape(recordings)
+    sizes = [size for steps in shape for step in steps for size in step]
+    if not changed or shape != find_shape(reference) or not sizes or None in sizes:
+        return None
+    seen = f"{len(shape[0][0])} of {shape[0][0][0]} samples in the first step"
+    return (
+        f"{', '.join(f'{name} {flags[name]}' for name in changed)}: all micro-batches are as in the first layout ({seen}), "
+        f"so that nothing is tested. The program does not read {' and '.join(changed)}, or its data are too few: vary what it "
+        "reads, for example an environment variable, env:BATCH"
+    )
