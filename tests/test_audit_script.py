@@ -471,7 +471,9 @@ def test_flags_that_a_program_does_not_read_test_nothing(capsys, run):
     """Its numbers stand in its lines, as of a notebook: a comparison of it with itself is no verdict."""
     words = [*VARY, "--", str(program("not_divided_by_k"))]
     as_written = run("not_divided_by_k", 8, 2)
-    with pytest.raises(UsageError, match=r"all micro-batches are as in the first layout \(2 of 8 samples in the first step"):
+    with pytest.raises(
+        UsageError, match=r"all micro-batches are as in the first layout \(2 of 8 samples in the first step"
+    ):
         audit_script(words, run_program=lambda *_: as_written)
     assert "exact" not in capsys.readouterr().out
     words[:0] = ["--vary", f"{corpus.BATCH}=8,{corpus.WINDOW}=2"]

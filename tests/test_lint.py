@@ -135,7 +135,9 @@ CASES = [  # rule, line, program, what is other than right
     ("SA402", 5, ACCELERATE, {"length": "len(loader) * 3"}),
     ("SA402", 5, ACCELERATE, {"length": "args.steps * args.accum"}),
     (
-        "SA402", 5, ACCELERATE.replace("num_warmup_steps={warmup}, num_training_steps=", "{warmup}, "),
+        "SA402",
+        5,
+        ACCELERATE.replace("num_warmup_steps={warmup}, num_training_steps=", "{warmup}, "),
         {"length": "len(loader) * 3"},
     ),
     ("SA402", 2, GUARDED, {"step": "scheduler.step(); ", "length": "len(train_loader) * 2"}),

@@ -330,6 +330,23 @@ def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, capsys):
     assert "--num_train_samples" not in answer["command"]
 
 
+def test_the_job_of_a_plan_is_cut_as_the_plan(capsys):
+    """What was chosen for the plan stands in the command that makes the job, and in the job."""
+    words = "gpt2_124m --on 2x8xh100 --sharded --gradient_checkpointing --per_device_train_batch_size 10".split()
+    answer = json.loads(run(capsys, "plan", *words, "--interruptions_per_day", "3", "--json"))
+    minutes = f"--checkpointing_minutes {answer['checkpointing_seconds'] / 60:.3g}"
+    assert answer["command"].endswith(minutes)
+    job = shlex.split(answer["job_command"])
+    assert job[-2:] == minutes.split()
+    place = job.index("--write")
+    text = run(capsys, *job[job.index("launch") : place], *job[place + 2 :])
+    for part in ("distributed_type: FSDP", "--per_device_train_batch_size 10", "--gradient_checkpointing", minutes):
+        assert part in text, part
+    plain = json.loads(run(capsys, "plan", "gpt2_124m", "--on", "2x8xh100", "--json"))
+    assert "checkpointing_minutes" not in plain["command"] + plain["job_command"]
+    assert "sharded" not in plain["job_command"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
 def test_rows_of_ones_own_files_are_counted(kind, capsys, tmp_path):
     """By plan and by launch, less those held out; a row that cannot be read is none."""

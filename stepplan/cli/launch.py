@@ -12,6 +12,7 @@ from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.settings import program_name, setting
 from stepplan import engines
+from stepplan.cli.cut import CutSettings
 from stepplan.hardware import NETWORK, Hardware, parse
 from stepplan.placement import Placement, TooLargeError, place, try_placement
 from stepplan.rows import count_rows
@@ -19,7 +20,7 @@ from stepplan.workload import format_flags, from_command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchSettings:
+class LaunchSettings(CutSettings):
     """Choose what starts it where"""
 
     on: str = setting(f"ENGINE:HARDWARE; engines: {', '.join(engines.ENGINES)}; hardware as of plan: slurm:2x8xa100-80")
@@ -44,7 +45,7 @@ def launch(argv: list[str]) -> None:
     count = rows.num_samples if rows else data.num_train_samples
     workload = from_command(recipe, source=words[0], changes=changes, num_train_samples=count)
     try:
-        placement = place(workload, parse(hardware_name, settings.network))
+        placement = place(workload, parse(hardware_name, settings.network), **settings.options)
     except TooLargeError as error:
         remedy = [program_name(), "plan", words[0], *format_flags(changes), "--on", hardware_name]
         raise UsageError(f"{error}: {shlex.join(remedy)} says what to change") from None

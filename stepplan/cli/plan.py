@@ -22,9 +22,10 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe.exclusions import find_refusal
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import VARIANTS, Recipe
-from samestep.recipe.settings import BATCH, POSITIVE, build, choice, find_flag, limit, program_name, setting
+from samestep.recipe.settings import build, choice, find_flag, limit, program_name, setting
 from samestep.recipe.tasks.text_pretraining import TextPretraining
 from stepplan import answer, text
+from stepplan.cli.cut import CutSettings
 from stepplan.cli.elsewhere import ElsewhereSettings, move
 from stepplan.cli.model import import_trace
 from stepplan.cli.scale import DEFAULT_MAX_DEVICES
@@ -53,22 +54,10 @@ TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanSettings(ElsewhereSettings):
-    """Choose the processes, the cut of the step, and what else decides the memory of one process"""
+class PlanSettings(CutSettings, ElsewhereSettings):
+    """Choose the processes, and what else decides memory and time"""
 
     num_processes: int | None = setting("processes (N); none: 1; not with --on", limit(MAX_DEVICES), default=None)
-    per_device_train_batch_size: int | None = setting(
-        "most samples in one forward (b); none: the most that fit on the hardware, or all", BATCH, default=None
-    )
-    gradient_accumulation_steps: int | None = setting(
-        "micro-batches per step (k); none: what b leaves", POSITIVE, default=None
-    )
-    mixed_precision: str | None = setting(
-        "precision of the launch; none: the best that the hardware has, or bf16",
-        choice("no", "bf16", "fp16"),
-        default=None,
-    )
-    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     attn_implementation: str = setting(
         "attention of transformers: sdpa, or eager, which stores every pair of tokens",
         choice("sdpa", "eager"),
@@ -80,10 +69,6 @@ class PlanSettings(ElsewhereSettings):
         "none: that of torch 2.13",
         choice(*KERNELS),
         default=None,
-    )
-    sharded: bool = setting(
-        "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
-        default=False,
     )
     num_train_tokens: str | None = setting(
         "length of training in tokens (10e9, 10B), instead of steps or epochs; for models that read tokens",
@@ -270,11 +255,13 @@ def answer_plan(
         write_command = None
         if workload.script and settings.write_config is None and placement.config_file is None:
             write_command = retype(words, html=None, json=None, write_config=placement.written_file)
+        of_run = _write_interval(placement, terms)
+        command = placement.command(settings.write_config)
         result |= answer.describe_placement(
             placement,
-            placement.command(settings.write_config),
+            command and shlex.join([*shlex.split(command), *of_run]),
             write_command=write_command,
-            job_command=_write_job_command(placement, words),
+            job_command=_write_job_command(placement, words, settings, of_run),
             terms=terms,
         )
         rows = subject.get("train_rows")
@@ -305,7 +292,14 @@ def _describe_mean_rows(
     return {"tokens": num_tokens, "seconds_to_end": costs["seconds_to_end"], "cost": costs["cost"]}
 
 
-def _write_job_command(placement: Placement, words: list[str]) -> str | None:
+def _write_interval(placement: Placement, terms: Terms) -> list[str]:
+    """Write the flag of the interval between checkpoints that loses the least, where a rate of interruptions is given."""
+    if not terms.interruptions_per_day or placement.seconds_to_end is None:
+        return []
+    return ["--checkpointing_minutes", f"{describe_costs(placement, terms)['checkpointing_seconds'] / 60:.3g}"]
+
+
+def _write_job_command(placement: Placement, words: list[str], settings: PlanSettings, of_run: list[str]) -> str | None:
     """Write the command that makes a job for Slurm of a plan on several nodes; None: of one node, or without a script."""
     workload, hardware = placement.workload, placement.hardware
     if hardware.num_nodes == 1 or workload.script is None or workload.script_words[:1] != ("--recipe",):
@@ -313,7 +307,8 @@ def _write_job_command(placement: Placement, words: list[str]) -> str | None:
     _, recipe, *flags = workload.script_words
     asked = {name: find_flag(words, name) for name in ("num_train_samples", "network")}
     flags += format_flags({name: value for name, value in asked.items() if value and f"--{name}" not in flags})
-    of_run = ["--torch_compile"] * (workload.model.kernels == "compiled")
+    flags += format_flags({name: value for name, value in settings.options.items() if value})  # those that were chosen
+    of_run = of_run + ["--torch_compile"] * (workload.model.kernels == "compiled")
     of_run += ["--attn_implementation", "eager"] * bool(workload.model.eager_attention)
     job = ["launch", recipe, *flags, "--on", f"slurm:{hardware}", "--write", "job.sbatch", "--"]
     return f"{program_name()} {shlex.join([*job, '--output_dir', '/shared/runs/NAME', *of_run])}"
