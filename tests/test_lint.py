@@ -118,6 +118,12 @@ CASES = [  # rule, line, program, what is other than right
     ("SA101", 11, ACCELERATE, {"end": COLLATOR}),
     ("SA102", 10, ACCELERATE, {"divided": " / args.accum"}),
     ("SA103", 7, GUARDED, {"divided": ""}),
+    (
+        "SA103",
+        7,
+        GUARDED.replace("loss.backward()", "accelerator.backward(loss)") + "accelerator = Accelerator()",
+        {"divided": ""},
+    ),
     ("SA104", 6, GUARDED, {}),
     ("SA201", 8, GUARDED, {"behind": "clip_grad_norm_(model.parameters(), 1.0)"}),
     ("SA201", 12, ACCELERATE, {"behind": "accelerator.clip_grad_norm_(model.parameters(), 1.0)"}),
@@ -301,6 +307,26 @@ def test_a_folder_a_notebook_and_what_is_no_program(red, capsys):
     ):
         lint(["."])
     assert "2 faults, 2 notes in 2 files" in capsys.readouterr().out, "what is found in the others is printed"
+
+
+def test_what_only_ipython_reads_is_taken_out_and_a_bad_cell_is_named(red, capsys):
+    odd = ["%%bash\nls *.py", "!pip install a \\\n  b", "files = !ls\nmodel?", "y = %time f()\n%matplotlib inline"]
+    cells = [*odd, red.read_text(), "if x:\n    y = = 2"]
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    red.unlink()
+    (red.parent / "usual.ipynb").write_text(json.dumps({"cells": code[:-1]}))
+    assert lint(["usual.ipynb", "--select", "SA201"]) == 1
+    assert "usual.ipynb:cell 5:8:9: SA201" in capsys.readouterr().out
+    (red.parent / "usual.ipynb").write_text(json.dumps({"cells": code}))
+    with pytest.raises(ValueError, match=r"usual.ipynb: cell 6 is no Python, and is not read: line 2: invalid syntax"):
+        lint(["usual.ipynb", "--select", "SA201"])
+    assert "SA201" in capsys.readouterr().out, "the others are read"
+    with pytest.raises(ValueError, match="is neither a file"):
+        lint(["nosuch.py"])
+    (red.parent / "broken.py").write_text("for\n")
+    with pytest.raises(ValueError, match="is no Python program"):
+        lint(["broken.py"])
+    assert "nothing found" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -407,3 +407,14 @@ def test_the_fingerprint_holds_what_decides_the_steps():
 def test_mistakes_in_recipes_of_images(name, changes, message):
     (text,) = problems(lambda: load(name, changes))
     assert message in text
+
+
+def test_a_recipe_of_what_another_one_leaves_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = load("dpo_small_cpu")
+    message = r"runs/sft_small_cpu is not here: it is what the recipe sft_small_cpu leaves. .*finetune_causal_lm.py --recipe sft"
+    with pytest.raises(UsageError, match=message):
+        run.check_files(recipe)
+    (tmp_path / "runs" / "sft_small_cpu").mkdir(parents=True)
+    run.check_files(recipe)
+    run.check_files(load("sft_small_cpu"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 
@@ -137,6 +138,19 @@ def test_texts_end_by_the_tokens_that_they_were_trained_with(train, tmp_path):
     (start / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     flags = f"--max_train_steps 1 --model_name_or_path {start} --sample_prompt a --sample_length 4"
     assert read_ends(train("again", flags, program="pretrain_gpt2")) == [5, 0]
+
+
+@pytest.mark.parametrize("way", ["", "--objective dpo"])
+def test_the_lines_of_a_card_run_where_the_data_are_texts(train, tmp_path, way):
+    """A model of texts has no turns, and is asked to go on with a text."""
+    row = {"prompt": "Say a.", "chosen": " a", "rejected": " b"} if way else {"prompt": "Say a.", "completion": " a"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    flags = f"{way} --train_file {tmp_path / 'rows.jsonl'} {NO_DRAWN} --max_train_steps 1 --num_generations 0"
+    folder = train("run", flags, program="finetune_causal_lm")
+    (lines,) = re.findall(r"```python\n(.*?)```", read_card(folder), re.DOTALL)
+    assert '"the beginning of a text"' in lines
+    answer = eval(lines.splitlines()[-1], {"chat": pipeline("text-generation", model=str(folder))})
+    assert answer[0]["generated_text"].startswith("the beginning of a text")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

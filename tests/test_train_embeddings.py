@@ -385,6 +385,12 @@ def test_temperatures_at_their_bounds(train, pairs, temperature):
         ({"query": "a", "positive": 3}, "", "'positive' holds int, not text"),
         ({"query": "a", "positive": "b", "negative": 3}, "--num_negatives 1", "'negative' holds int, not text"),
         ({"query": "a", "positive": "b"}, "--num_negatives 1", "but num_negatives is not 0"),
+        (
+            {"query": "a", "positive": "b", "score": 0.1},
+            "",
+            "column 'score' says how alike the two texts are, but each pair is trained as alike. Keep the pairs that are, and "
+            "name their columns: --query_column query --positive_column positive",
+        ),
         ({"query": "a", "positive": "b"}, "--query_column q --positive_column positive", "has no column 'q'"),
         ({}, "--query_column q", "of query_column and positive_column one is set: name both, or neither"),
         ({}, "--global_batch_size 1", "global_batch_size is 1, but the loss compares the samples of a step"),
@@ -403,6 +409,7 @@ def test_temperatures_at_their_bounds(train, pairs, temperature):
 def test_what_is_refused(train, tmp_path, row, more, message):
     file = tmp_path / "rows.jsonl"
     good = {"query": "one", "positive": "two"} | ({"negative": "three"} if "negative" in row else {})
+    good |= {name: value for name, value in row.items() if name == "score"}
     file.write_text(
         "\n".join(json.dumps(each) for each in ([row] if len(row) == 1 else [good] * 6 + [row or good])) + "\n"
     )
@@ -410,6 +417,13 @@ def test_what_is_refused(train, tmp_path, row, more, message):
     with pytest.raises((UsageError, SystemExit), match=None) as error:
         train("refused", words, program="train_embeddings")
     assert message.replace("True", "true") in str(error.value).replace("True", "true")
+
+
+def test_a_score_beside_named_columns_is_meant():
+    assert text_pairs.Columns("query", "positive").find("a.csv", ["query", "positive", "score"]) == (
+        "query",
+        "positive",
+    )
 
 
 def test_algorithms_that_send_less_are_refused():

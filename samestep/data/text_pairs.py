@@ -58,6 +58,10 @@ MISSING = -1
 """Key of a negative that a row does not have."""
 
 
+SCORED = {"score", "scores", "similarity", "similarity_score", "label", "labels", "is_duplicate", "gold_label"}
+"""Names of columns that say how alike the texts of a pair are, or whether they are."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Columns:
     """The names of a file's columns. None: they are found by their usual names; `has_negatives`: whether they are read."""
@@ -88,6 +92,12 @@ class Columns:
             elif name not in present:
                 hint = nearest(name, map(tables.shorten, present))
                 problems.append(f"{place} has no column {name!r}, only {names}. Set {field}: {hint}")
+        scored = [name for name in present if name.lower() in SCORED]
+        if scored and self.query is None and None not in fields.values():
+            problems.append(
+                f"{place}: column {tables.shorten(scored[0])!r} says how alike the two texts are, but each pair is trained as "
+                f"alike. Keep the pairs that are, and name their columns: --query_column {query} --positive_column {positive}"
+            )
         if self.has_negatives and not negatives:
             problems.append(
                 f"{place}: none of its columns {names} is called {', '.join(NEGATIVES)}, but num_negatives is not 0: name them "

@@ -44,6 +44,10 @@ model = PeftModel.from_pretrained(base, "OUTPUT_DIR")
 tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
+QUESTION, BEGINNING = '[{"role": "user", "content": "a question"}]', '"the beginning of a text"'
+"""What a model is asked: of turns, and of texts."""
+
+
 @torch.no_grad()
 def merge_adapter(sums: Any, held_out: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> float:
     """Merge the adapters into the weights, in place: W + s B A, computed in the dtype of W and rounded to `dtype`.
@@ -100,6 +104,21 @@ def save(
         Lines of Python that load the model, OUTPUT_DIR standing for the folder; merge_loss, if a merge was measured; why it
         was not written (the adapter is then), or None.
     """
+    usage, facts, problem = _save(sums, folder, recipe, settings, train, held_out, best)
+    if train.tokenizer.chat_template is None:  # it has learned from texts, not from turns
+        usage = usage.replace(QUESTION, BEGINNING).replace("a conversation, rendered by the chat template", "a text")
+    return usage, facts, problem
+
+
+def _save(
+    sums: Any,
+    folder: Path,
+    recipe: CausalLmFineTuning,
+    settings: CausalLmFineTuningSettings,
+    train: Any,
+    held_out: Any,
+    best: Path | None,
+) -> tuple[str, dict[str, float], str | None]:
     usage = REWARD_USAGE if recipe.objective == "reward" else IMAGE_USAGE if recipe.images else USAGE
     _delete_earlier(folder, recipe.model_name_or_path)
     if recipe.lora_rank is None:

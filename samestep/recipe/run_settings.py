@@ -294,8 +294,22 @@ def parse(
     return recipe.rehearsed() if run.rehearse else recipe, run
 
 
+def explain_earlier_run(path: str | None) -> str | None:
+    """Say by which command a folder comes that is not here, if it is what a recipe of the catalog leaves; None: it is not."""
+    folder, _, name = (path or "").partition("/")
+    if folder != "runs" or os.path.exists(path or "") or name not in recipes.catalog_names():
+        return None
+    script = recipes.TASKS[recipes.find_task(name)].parts.script
+    return (
+        f"model_name_or_path {path} is not here: it is what the recipe {name} leaves. First train that (accelerate launch "
+        f"scripts/{script} --recipe {name}), or start from another model, --model_name_or_path FOLDER"
+    )
+
+
 def check_files(recipe: Recipe) -> None:
-    """Check that the files of data are there that a recipe names by their paths; patterns and URLs are found later.
+    """Check that the files of data, and the results of earlier recipes, are there that a recipe names by their paths.
+
+    Patterns and URLs are found later.
 
     Raises:
         UsageError: one is not.
@@ -305,8 +319,10 @@ def check_files(recipe: Recipe) -> None:
     paths = [
         os.path.expanduser(pattern) for pattern in patterns if "://" not in pattern and not glob.has_magic(pattern)
     ]
-    if missing := [path for path in paths if not os.path.lexists(path)]:
-        raise UsageError([*map(describe_missing, missing)])
+    problems = [describe_missing(path) for path in paths if not os.path.lexists(path)]
+    problems += filter(None, [explain_earlier_run(getattr(recipe, "model_name_or_path", None))])
+    if problems:
+        raise UsageError(problems)
 
 
 def answer_early(argv: Sequence[str], task: str | Sequence[str], description: str) -> None:

@@ -86,8 +86,10 @@ def _cancels(loss: losses.Loss, window: Window) -> bool:
 
 def _is_undivided_mean(source: Source, loss: losses.Loss, window: Window, receiver: str) -> bool:
     """Tell whether a loss is surely a mean of its micro-batch that nothing divides by k."""
-    if "accelerator" in receiver or "engine" in receiver or window.kind == ACCUMULATE:
+    if "engine" in receiver or window.kind == ACCUMULATE:
         return False
+    if "accelerator" in receiver and not is_one(source, find_accelerator_k(source), window.backward):
+        return False  # it divides by its own k
     if loss.divisions or loss.products or losses.is_sum(loss) or losses.find_mean(source, loss) is None:
         return False
     return not source.has(r"\.grad\b|reduction\s*=\s*[\"'](sum|none)")

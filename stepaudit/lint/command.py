@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stepaudit.errors import UsageError, nearest
 from stepaudit.lint import formats
-from stepaudit.lint.reading import find_files, lint_file
+from stepaudit.lint.reading import PartlyReadError, find_files, lint_file
 from stepaudit.lint.rules import GUIDE, RULES, Finding
 
 FORMATS = {"text": formats.format_text, "json": formats.format_json, "sarif": formats.format_sarif}
@@ -84,10 +84,14 @@ def lint(argv: Sequence[str], prog: str = "python -m stepaudit lint") -> int:
             num_read += 1
         except UsageError as error:
             problems += error.problems
+            if isinstance(error, PartlyReadError):
+                findings += error.findings
+                num_read += 1
         except Exception as error:  # of ours: it must not look like a finding
             problems.append(f"{path}: the lint itself has failed: {type(error).__name__}: {error}. Please report it")
     findings = [finding for finding in findings if finding.code in codes]
-    print(FORMATS[flags.format](findings, num_read))
+    if num_read or not problems or flags.format != "text":
+        print(FORMATS[flags.format](findings, num_read))
     if problems:
         raise UsageError(problems)
     return 1 if any(not finding.is_harmless for finding in findings) else 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepaudit.errors import UsageError
 from stepaudit.lint import checks, programs
+from stepaudit.lint.notebooks import UnreadCell, read_cell
 from stepaudit.lint.rules import CUTS, HEAD, NOTHING, PROCESSES, RULES, Finding
 from stepaudit.lint.syntax import Node, Source
 from stepaudit.lint.windows import WINDOW_NAME, find_windows
@@ -41,6 +42,14 @@ def find_files(names: Sequence[str]) -> list[Path]:
     if problems:
         raise UsageError(problems)
     return list(found)
+
+
+class PartlyReadError(UsageError):
+    """A notebook with cells that cannot be read; `findings` are those of the others."""
+
+    def __init__(self, problems: list[str], findings: list[Finding]):
+        super().__init__(problems)
+        self.findings = findings
 
 
 def lint_file(path: Path, audit: str, check_model: str) -> list[Finding]:
@@ -116,16 +125,22 @@ def _lint_notebook(text: str, path: Path, audit: str, check_model: str) -> list[
         ]
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{path} is no notebook: no cells of a cell_type with a source") from None
-    places, lines = [(0, 0)], []
+    places, lines, problems = [(0, 0)], [], []
     for number, source in sources:
-        for line_number, line in enumerate(source.splitlines(), 1):
-            is_magic = line.lstrip().startswith(("%", "!"))
-            lines.append(f"{line[: len(line) - len(line.lstrip())]}pass" if is_magic else line)
-            places.append((number, line_number))
-    return [
+        try:
+            cell = read_cell(source)
+        except UnreadCell as error:
+            problems.append(f"{path}: cell {number} is no Python, and is not read: {error}")
+            continue
+        lines += cell
+        places += [(number, line_number) for line_number in range(1, len(cell) + 1)]
+    findings = [
         dataclasses.replace(finding, cell=places[finding.line][0], line=places[finding.line][1])
         for finding in lint_text("\n".join(lines), str(path), audit, check_model)
     ]
+    if problems:
+        raise PartlyReadError(problems, findings)
+    return findings
 
 
 def make_command(code: str, source: Source, detail: str, audit: str, check_model: str) -> str:

@@ -8,6 +8,7 @@ from samestep.errors import UsageError
 from samestep.printing import fold
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name
+from samestep.recipe.run_settings import check_files
 from samestep.recipe.settings import choice, limit, program_name, setting
 
 SHOWN = ("causal_lm_finetuning", "seq2seq_finetuning")
@@ -49,6 +50,7 @@ def show_data(argv: list[str]) -> None:
         raise UsageError("row is set, and html is: a page has no single row. Leave one of them out")
     if settings.html is not None and is_streamed(recipe):
         raise UsageError("html is set, but streaming is true, and a page counts all samples: leave one of them out")
+    check_files(recipe)
     quiet_libraries()
     build = choose_build(recipe, recipe.parts.find("data"))
     train, held_out = build(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
