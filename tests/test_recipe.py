@@ -412,7 +412,7 @@ def test_mistakes_in_recipes_of_images(name, changes, message):
 def test_a_recipe_of_what_another_one_leaves_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = load("dpo_small_cpu")
-    message = r"runs/sft_small_cpu is not here: it is what the recipe sft_small_cpu leaves. .*finetune_causal_lm.py --recipe sft"
+    message = r"runs/sft_small_cpu is not here: it is what the recipe sft_small_cpu leaves. .*_lm.py --recipe sft"
     with pytest.raises(UsageError, match=message):
         run.check_files(recipe)
     (tmp_path / "runs" / "sft_small_cpu").mkdir(parents=True)

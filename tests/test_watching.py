@@ -16,6 +16,7 @@ from huggingface_hub import RepoUrl
 from rooms import read_card
 from transformers import AutoTokenizer, pipeline
 
+from samestep.errors import UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
 from samestep.training import progress
@@ -152,14 +153,28 @@ def test_what_is_pushed_is_loaded_from_its_repository(train, monkeypatch):
             return "https://huggingface.co/commit"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(UsageError, match="push_to_hub is true, but nobody is logged in to the hub"):
+        train("never", f"{SMALL} --push_to_hub", program="pretrain_gpt2")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     flags = f"{SMALL} --max_train_steps 1"
-    train("a_model", flags, program="pretrain_gpt2")
+    folder = train("a_model", flags, program="pretrain_gpt2")
+    measured = json.loads((folder / "all_results.json").read_text())
     train("a_model", f"{flags} --resume_from_checkpoint latest --push_to_hub", program="pretrain_gpt2")
+    again = json.loads((folder / "all_results.json").read_text())
+    assert [again[name] for name in ("train_seconds", "tokens_per_second")] == [
+        measured[name] for name in ("train_seconds", "tokens_per_second")
+    ]
     ((repo_id, text),) = uploads
     assert repo_id == "me/a_model"
     assert '.from_pretrained("me/a_model")' in text
     assert "# a_model\n" in text
     assert "8 samples" in text, "what the finished run has seen"
+    Hub.upload_folder = lambda *_, **__: 1 / 0
+    with pytest.raises(
+        UsageError, match=r"push_to_hub failed \(division by zero\). All results are in .*hf upload a_model"
+    ):
+        train("a_model", f"{flags} --resume_from_checkpoint latest --push_to_hub", program="pretrain_gpt2")
 
 
 def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):

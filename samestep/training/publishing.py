@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.models import pretrained
 from samestep.printing import fold, write_number
 from samestep.recipe.pretrained_shape import find_base
+from samestep.recipe.reading import read_json
 from samestep.training import checkpoint
 from samestep.training.launch import is_sharded
 from samestep.training.output_folder import read_metrics
@@ -48,13 +49,17 @@ def publish(run: "Run", usage: str, best_step: int | None, facts: Mapping[str, f
         results |= {f"{unit}_seen": sum(line.get(unit, 0) for line in steps) for unit in units if unit in steps[-1]}
     if evaluations:
         results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
+    speed, file = f"{run.recipe.unit}s_per_second", run.output_dir / "all_results.json"
     if seconds := run.log.progress.seconds:
-        results |= {"train_seconds": seconds, f"{run.recipe.unit}s_per_second": run.log.progress.num_units / seconds}
+        results |= {"train_seconds": seconds, speed: run.log.progress.num_units / seconds}
         results["peak_memory_gb"] = peak_memory(run.accelerator.device) / 1e9
+    elif file.is_file():  # a finished run that is published again has measured nothing
+        earlier = read_json(file, "all_results.json")
+        results |= {name: earlier[name] for name in ("train_seconds", speed, "peak_memory_gb") if name in earlier}
     if num_skipped := run.log.not_finite.num_skipped:
         results["skipped_steps"] = num_skipped
     results |= facts
-    (run.output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for part in run.parts:
         part.publish(results, evaluations, usage)
     _print_summary(run, results, evaluations, usage)

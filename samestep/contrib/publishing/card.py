@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, reason
 from samestep.printing import write_number
 from samestep.recipe.reading import has_hub_form, read_text
 from samestep.recipe.recipe import Recipe
@@ -256,16 +256,30 @@ def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Callable[[str
         UsageError: the hub refuses it.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
+    name = repo_id or output_dir.resolve().name
     try:
-        repository = HfApi().create_repo(repo_id or output_dir.resolve().name, exist_ok=True)
+        repository = HfApi().create_repo(name, exist_ok=True)
         write_card(repository.repo_id)
         return HfApi().upload_folder(
             repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", "settings.json", ".*"]
         )
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of any kind: network, rights, names
         raise UsageError(
-            f"push_to_hub failed ({reason}): log in with `hf auth login`; the results are in {output_dir}"
+            f"push_to_hub failed ({reason(error)}). All results are in {output_dir}. Log in with `hf auth login`, and upload "
+            f"them: the same command with --resume_from_checkpoint latest, or hf upload {name} {output_dir}"
         ) from None
+
+
+def check_login() -> None:
+    """Check, before a training that is to be uploaded, that somebody is logged in to the hub.
+
+    Raises:
+        UsageError: nobody is.
+    """
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise UsageError(
+            "push_to_hub is true, but nobody is logged in to the hub: run `hf auth login`, set HF_TOKEN, or leave it out"
+        )

@@ -19,6 +19,8 @@ class Pages(Part):
 
     def __init__(self, run: Run):
         self.run = run
+        if run.settings.push_to_hub:
+            card.check_login()
 
     def publish(self, results: dict[str, Any], evaluations: Sequence[dict[str, Any]], usage: str) -> None:
         run, terms = self.run, list(self.run.recipe.loss_weights)
