@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
         if new_texts is not None:
             logits = evaluation.classify(trained_model, new_texts, batch_size)
             new_texts.write(run.output_dir / "predictions.csv", logits)
-        run.publish(USAGE, best_step)
+        run.publish(USAGE.replace('"a text"', train.example), best_step)
     return run.close()
 
 

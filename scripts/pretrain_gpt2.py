@@ -24,7 +24,9 @@ from samestep.training.run import Run
 USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("OUTPUT_DIR")
-tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
+tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")
+beginning = tokenizer("The beginning of a text", return_tensors="pt").input_ids
+tokenizer.decode(model.generate(beginning, max_new_tokens=50)[0])"""
 
 
 def main(argv: list[str]) -> int:

@@ -103,6 +103,11 @@ def model_from_config(
     _check(config, name)
     config = {field: value for field, value in config.items() if value is not None}
     kind = find_class(config)
+    if not has_formula(config) and kind == "?":
+        raise UsageError(
+            f"{name}: its config.json names no class: add its name, of a decoder such as "
+            '"architectures": ["MambaForCausalLM"]. Decoders of transformers without a formula are traced, which needs torch'
+        )
     if not has_formula(config):
         raise UsageError(
             f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "

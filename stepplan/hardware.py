@@ -135,6 +135,11 @@ def parse(text: str, network: str | None = None) -> Hardware:
     Raises:
         UsageError: another spelling, an unknown device, numbers below 1, a file that breaks a rule.
     """
+    if "+" in text:
+        raise UsageError(
+            f"hardware {format_value(text)} mixes devices, but one kind is planned. Processes share a step evenly, so that the "
+            "slowest device sets the pace: name as many of that one"
+        )
     counts, name = [], text.strip()
     while match := COUNT.match(name):
         counts.append(int(match[1]))

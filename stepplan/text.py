@@ -18,6 +18,8 @@ OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", 
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
 WORTH_SAYING = 0.02
 """Share of the time that saving takes, from which on it is said."""
+LARGE_HOST = 2e12
+"""Bytes of memory that few machines have, so that a plan that needs them says so where that of a machine is not known."""
 SHORT = 3600
 """Seconds of a training of which neither the day it ends nor interruptions are said."""
 WIDTH = 100
@@ -79,6 +81,10 @@ def _list_verdict(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         names["sharded"] = f"weights sharded over the {answer['num_shards']} devices of a node (HSDP)"
     options = " and ".join(text for name, text in names.items() if answer[name])
     options = f", with {options}" if options else ""
+    if needed <= there and answer["memory_of_host"] is None and answer["host_memory"] > LARGE_HOST:
+        fits = (
+            f"the devices; of the hosts it is not known, which need {_size(answer['host_memory'])} each (--host_memory)"
+        )
     yield "fits", f"{fits}: {needed / 1e9:.1f} of {there / 1e9:.1f} GB on a device, margins included{options}"
     yield "step", _describe_step(answer)
     yield "time", _describe_duration(answer)

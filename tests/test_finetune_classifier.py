@@ -305,3 +305,15 @@ def test_a_mistake_deletes_no_earlier_run(finetune, flags):
 def test_a_mistake_is_one_clear_line(finetune, flags, message):
     with pytest.raises(UsageError, match=message):
         finetune("run", f"{SMALL} {flags}")
+
+
+def test_the_lines_of_a_card_run_with_pairs_of_texts(finetune, tmp_path):
+    rows = "".join(f"one {n},two {n},{n % 2}\n" for n in range(12))
+    (tmp_path / "pairs.csv").write_text(f"sentence1,sentence2,label\n{rows}")
+    flags = f"--train_file {tmp_path / 'pairs.csv'} --validation_fraction 0 --global_batch_size 4 --max_train_steps 1"
+    folder = finetune("run", flags)
+    (lines,) = re.findall(r"```python\n(.*?)```", read_card(folder), re.DOTALL)
+    assert '{"text": "a text", "text_pair": "another"}' in lines
+    classifier = pipeline("text-classification", model=str(folder))
+    answer = eval(lines.splitlines()[-1], {"classifier": classifier})
+    assert set(np.atleast_1d(answer)[0]) == {"label", "score"}

@@ -235,6 +235,7 @@ def test_other_spellings(text, name):
         ("", "is not \\[NODESx\\]COUNTxNAME"),
         ("2x2x2xt4", "is not \\[NODESx\\]COUNTxNAME"),
         ("0xt4", "counts 0 devices or nodes"),
+        ("4xh100+4xa100-80", "mixes devices, but one kind is planned"),
         ("1000000x8xt4", "counts 8,000,000 devices, must be 131,072 or fewer"),
         ("2x0xt4", "counts 0 devices or nodes"),
         ("-1xt4", "unknown device '-1xt4'"),

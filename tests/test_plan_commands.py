@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from common import python_path, tasks_of
 
 from samestep import cli
-from samestep.errors import exit_code
+from samestep.errors import UsageError, exit_code
 from samestep.printing import round_number
 from samestep.recipe import run_settings
 from samestep.recipe.catalog import load
@@ -330,6 +330,21 @@ def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, capsys):
     assert "--num_train_samples" not in answer["command"]
 
 
+def test_a_configuration_without_a_class_says_what_to_add(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64}')
+    words = ["plan", "--model_name_or_path", str(tmp_path), "--seq_len", "64", "--on", "1xt4"]
+    with pytest.raises(UsageError, match=r'its config.json names no class: add its name, .*"architectures": \["Mamba'):
+        cli.main(words)
+
+
+def test_hosts_that_are_not_known_are_no_yes(capsys):
+    """Whole weights of 671 billion parameters for each of 8 processes of a machine, whose memory nobody knows."""
+    text = " ".join(
+        run(capsys, *"plan --model_name_or_path deepseek-ai/DeepSeek-V3 --on 16x8xb300 --seq_len 4096".split()).split()
+    )
+    assert "fits the devices; of the hosts it is not known, which need 21" in text
+
+
 def test_the_job_of_a_plan_is_cut_as_the_plan(capsys):
     """What was chosen for the plan stands in the command that makes the job, and in the job."""
     words = "gpt2_124m --on 2x8xh100 --sharded --gradient_checkpointing --per_device_train_batch_size 10".split()
@@ -493,7 +508,7 @@ def test_the_table_is_sorted_as_asked(capsys, tmp_path):
     ("flags", "message"),
     [
         ("--price_per_hour 1,2,3", "price_per_hour has 3 prices for 2"),
-        ("--price_per_hour 1,x", "price_per_hour is 1,x"),
+        ("--price_per_hour 1,x", "price_per_hour is x in 1,x"),
         ("--price_per_hour=-1", "price_per_hour is -1"),
         ("--price_per_hour nowhere.yaml", "nowhere.yaml"),
         ("--trace", "--trace with several"),

@@ -418,3 +418,9 @@ def test_a_recipe_of_what_another_one_leaves_says_so(tmp_path, monkeypatch):
     (tmp_path / "runs" / "sft_small_cpu").mkdir(parents=True)
     run.check_files(recipe)
     run.check_files(load("sft_small_cpu"))
+
+
+def test_weights_to_start_from_clear_the_shape_of_images():
+    changes = {"model_name_or_path": "runs/mine", "images": True, "max_train_steps": 3}
+    recipe = load("vlm_small_cpu", changes)
+    assert (recipe.image_size, recipe.image_patch_size, recipe.num_image_layers) == (None, None, None)

@@ -78,6 +78,7 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
     output = capsys.readouterr()
     assert "1,438 images of 10 classes; random weights; global batch 8" in output.out
+    assert "the learning rate rises" not in output.out, "in 1 of 10 steps"
     assert re.search(r"Training: 10/10 steps, .* images/s, .* GB", output.err)
     card = read_card(output_dir)
     assert "![predictions](predictions.png)" in card
@@ -238,6 +239,11 @@ def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):
         classify("empty", folder_flags(folder))
 
 
+def test_a_warm_up_of_a_longer_training_is_said(classify, capsys):
+    classify("run", f"{SMALL} --max_train_steps 4 --num_warmup_steps 3")
+    assert "the learning rate rises during 75% of the training: --num_warmup_steps or " in capsys.readouterr().out
+
+
 def test_what_a_folder_decides_is_counted_there(classify, folder, capsys):
     """Classes and images, where a recipe has those of its own data; and what becomes of the images is said."""
     for number in range(6):
@@ -254,6 +260,15 @@ def test_what_a_folder_decides_is_counted_there(classify, folder, capsys):
     )
     assert "  classes: bright (14), dark (8)\n" in out
     assert "num_train_samples" not in out
+
+
+def test_images_that_come_twice_are_counted_and_those_of_two_classes(classify, folder, capsys):
+    for copy in ("dark/again.png", "bright/other.png"):
+        (folder / copy).write_bytes((folder / "dark" / "0.png").read_bytes())
+    (folder / "bright" / "again.png").write_bytes((folder / "bright" / "1.png").read_bytes())
+    classify("run", f"{folder_flags(folder)} --max_train_steps 1")
+    said = "images that come more than once: 5 (bright/1.png and bright/again.png); with several classes: 3 ("
+    assert f"  {said}bright/other.png and dark/0.png)\n" in capsys.readouterr().out
 
 
 def test_held_out_images_are_listed_the_surest_mistakes_first(classify, folder, real_figures):

@@ -105,6 +105,10 @@ class Store:
         """Return the name of an image, for messages."""
         return f"row {row}"
 
+    def hash_content(self, row: int) -> str:
+        """Return 16 hex digits of the SHA-256 of an image as it is encoded."""
+        raise NotImplementedError
+
     def digest(self, rows: np.ndarray) -> str:
         """Return 16 hex digits of a SHA-256 of the content of these rows, whatever folder holds them."""
         raise NotImplementedError
@@ -283,6 +287,23 @@ def build(
     return train, Images(stores[1], rows[1], recipe, training=False)
 
 
+def _describe_repeats(store: Any, found: "Found") -> list[str]:
+    """Say in a line how many images come more than once, byte for byte, and which of these have several classes."""
+    groups: dict[str, list[int]] = {}
+    for row, (_, notes) in found.items():
+        for note in notes:
+            if note.startswith(HASH):
+                groups.setdefault(note, []).append(row)
+    repeated = [group for group in groups.values() if len(group) > 1]
+    if not repeated:
+        return []
+    text = f"images that come more than once: {sum(map(len, repeated)):,} ({' and '.join(map(store.name, repeated[0][:2]))})"
+    mixed = [group for group in repeated if len(set(store.labels[group].tolist())) > 1]
+    if mixed:
+        text += f"; with several classes: {sum(map(len, mixed)):,} ({' and '.join(map(store.name, mixed[0][:2]))})"
+    return [text]
+
+
 def _describe_classes(store: "Store", rows: np.ndarray) -> str:
     """Say how many images each class has."""
     counts = Counter(store.labels[rows].tolist())
@@ -304,7 +325,7 @@ def _describe_sizes(sizes: Sequence[str], recipe: ImageClassification) -> list[s
 
 def _report(store: Any, found: "Found", recipe: ImageClassification) -> RowReport:
     """Report on the images of a store. Raises UsageError where all of 16 bits are of 12, nearly black."""
-    notes = Counter(note for _, names in found.values() for note in names)
+    notes = Counter(note for _, names in found.values() for note in names if not note.startswith(HASH))
     if notes[SIXTEEN_BITS] and notes[SIXTEEN_BITS] == notes[DARK_BITS]:
         raise UsageError(
             f"{store.description}: all {notes[SIXTEEN_BITS]:,} images of 16 bits have values up to {DARK:,} at most, but "
@@ -317,6 +338,7 @@ def _report(store: Any, found: "Found", recipe: ImageClassification) -> RowRepor
     ]
     if notes[COLOURED] and recipe.num_channels == 1:
         lines.append(f"images in colour, which become grey (num_channels is 1): {notes[COLOURED]:,}")
+    lines += _describe_repeats(store, found)
     lines += _describe_sizes([note for note in notes if SIZE.match(note)], recipe)
     return RowReport(
         store.description,
@@ -604,6 +626,10 @@ class Files(Store):
         """Key of the cache of verified images."""
         return self.folder
 
+    def hash_content(self, row: int) -> str:
+        with open(os.path.join(self.folder, self.names[row]), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
     def marks(self) -> list[str]:
         """Return a mark of every row, which changes when the image does."""
         return [f"{size} {time}" for size, time in zip(self.sizes, self.times, strict=True)]
@@ -654,6 +680,9 @@ class Rows(Store):
     def open(self, row: int) -> Image.Image:
         return Image.open(io.BytesIO(self._bytes(row)), formats=_find_formats())
 
+    def hash_content(self, row: int) -> str:
+        return hashlib.sha256(self._bytes(row)).hexdigest()[:16]
+
     def digest(self, rows: np.ndarray) -> str:
         """Return 16 hex digits of a SHA-256 of all labels and of about 1,000 images."""
         selected_rows = rows[:: max(1, len(rows) // 1000)].tolist()
@@ -685,8 +714,9 @@ def _hub(name: str, config: str | None) -> list[Store]:
 SIXTEEN_BITS, DARK_BITS = "have 16 bits, of which the upper 8 are taken", ""  # the last one is only counted
 FRAMES, TURNED = "have several frames: the first is taken", "are turned upright, as their EXIF data say"
 CLEAR, COLOURED = "have transparency, which is dropped", "are in colour"
+HASH = "hash "  # what is said of an image's content, by which equal ones are found
 SIZE = re.compile(r"(\d+) x (\d+)")
-"""What is said of an image's size, upright, in pixels: width x height."""
+"""The size of an image, upright, in pixels, as it is noted: width x height."""
 
 
 Found = dict[int, tuple[str | None, list[str]]]
@@ -732,6 +762,7 @@ def _verify(store: Store, row: int) -> tuple[str | None, list[str]]:
         image = store.open(row)
         notes = _list_notes(image)
         _decode(image, 3)
+        notes.append(f"{HASH}{store.hash_content(row)}")
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise errors of any kind

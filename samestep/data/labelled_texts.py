@@ -218,6 +218,12 @@ class LabelledTexts(TokenizedTexts):
             order = predictions.sort_by_error(logits, self.labels) if is_judged else None
         predictions.write_table(path, columns, order)
 
+    @property
+    def example(self) -> str:
+        """The input of a pipeline of transformers, as Python: a text, or a pair of texts."""
+        is_pair = self.rows[0]["pair"] is not None
+        return '{"text": "a text", "text_pair": "another"}' if is_pair else '"a text"'
+
     def describe_baseline(self) -> list[str]:
         """Say what these texts give a classifier that has learned nothing, in a line; of numbers nothing."""
         if self.classes is None or not len(self.labels):

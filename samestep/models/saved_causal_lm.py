@@ -45,7 +45,7 @@ tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 QUESTION, BEGINNING = '[{"role": "user", "content": "a question"}]', '"the beginning of a text"'
-"""What a model is asked: of turns, and of texts."""
+"""The input of a model of turns, and that of a model of texts."""
 
 
 @torch.no_grad()

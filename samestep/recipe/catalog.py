@@ -15,6 +15,7 @@ from samestep.recipe.recipe import ALTERNATIVES, VARIANTS, Recipe
 from samestep.recipe.recipe import TASKS as TASKS  # others take it from here
 from samestep.recipe.settings import build
 from samestep.recipe.tasks.causal_lm_finetuning import DRAWN_SIZES, find_drawn
+from samestep.recipe.tasks.conversation_images import IMAGE_SHAPE
 from samestep.recipe.tasks.decoder import SHAPE
 from samestep.recipe.tasks.seq2seq_finetuning import DRAWN as SEQ2SEQ_DRAWN
 from samestep.recipe.tasks.seq2seq_finetuning import SHAPE as SEQ2SEQ_SHAPE
@@ -65,7 +66,7 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
                 merged["txt_documents"] = "auto"
     if changes.get("model_name_or_path") is not None and "architecture" in merged:
         merged |= dict.fromkeys(
-            name for name in (*SHAPE, *SEQ2SEQ_SHAPE, "architecture", "vocab_size") if name in merged
+            name for name in (*SHAPE, *SEQ2SEQ_SHAPE, *IMAGE_SHAPE, "architecture", "vocab_size") if name in merged
         )
     for group in ALTERNATIVES:
         if any(changes.get(name) is not None for name in group):

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from samestep.training.run import Run
 
 
+LONG_WARMUP = 1 / 3
+"""Share of a training from which on its warm-up is said: a recipe's steps of warm-up may be those of a longer training."""
+
+
 def describe_session(run: "Run", train: Any) -> str:
     """Describe what the session trains, before its first step.
 
@@ -17,11 +21,15 @@ def describe_session(run: "Run", train: Any) -> str:
     """
     weights, mixed = getattr(run.recipe, "model_name_or_path", None), run.accelerator.mixed_precision
     precision = run.settings.dtype if mixed == "no" else f"{mixed} (autocast of {run.settings.dtype} weights)"
+    num_warmup_steps, warned = run.plan.schedule.num_warmup_steps, ""
+    if run.plan.spans is None and num_warmup_steps > LONG_WARMUP * run.num_steps:
+        share = f"{num_warmup_steps / run.num_steps:.0%}"
+        warned = f"\nthe learning rate rises during {share} of the training: --num_warmup_steps or --warmup_ratio changes that"
     return (
         f"{describe_source(train)}; {f'weights of {weights}' if weights else 'random weights'}; "
         f"{run.reduction.describe_cut(run.recovery.steps.layout)}{run.plan.describe_growth()}; on {run.accelerator.device}, "
         f"computed in {precision}; steps {run.completed_steps} to {run.plan.last_step} of "
-        f"{run.num_steps}{run.reduction.describe_bits()}"
+        f"{run.num_steps}{run.reduction.describe_bits()}{warned}"
     )
 
 

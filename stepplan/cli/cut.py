@@ -29,5 +29,5 @@ class CutSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was chosen, as `placement.place` takes it."""
+        """The fields by their names, as `placement.place` takes them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(CutSettings)}

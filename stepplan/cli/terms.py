@@ -83,7 +83,8 @@ def read_prices(value: str | None, hardware: list[Hardware]) -> list[float | Non
         return [None] * len(hardware)
     if value.endswith((".yaml", ".yml")):
         return _read_price_file(value, hardware)
-    prices = [_read_price(text, value) for text in value.split(",")]
+    texts = value.split(",")
+    prices = [_read_price(text, text if len(texts) == 1 else f"{text} in {value}") for text in texts]
     if len(prices) not in (1, len(hardware)):
         raise UsageError(f"--price_per_hour has {len(prices)} prices for {len(hardware)} hardware: give 1, or one each")
     return prices if len(prices) == len(hardware) else prices * len(hardware)
@@ -96,8 +97,8 @@ def _read_price(text: Any, value: str) -> float:
         price = 0.0
     if not 0 < price <= LARGEST or isinstance(text, bool):
         raise UsageError(
-            f"price_per_hour is {format_name(value)}, must be a number greater than 0, such as 1.5 (dollars for an hour of "
-            "one device)"
+            f"price_per_hour is {format_name(value)}, must be a number greater than 0, dollars for an hour of one "
+            "device. Leave it out where nothing is paid"
         )
     return price
 

@@ -83,7 +83,7 @@ def write(result: Mapping[str, Any]) -> Iterator[str]:
                 "  single tensors may differ wholly all the same. Where the true gradient is 0, as of the biases of "
                 "attention's keys, they and their moments hold nothing but rounding"
             )
-        yield "  for the same bits on any number of processes, train both with --reproducible"
+        yield "  for the same bits on any number of processes, train both with --reproducible 4 (or another micro-batch)"
     elif verdict == DIFFERENT:
         distance = find_distance(result["checkpoint"])
         if largest is None or _read(largest["relative"]) <= TOLERANCE:

@@ -207,7 +207,8 @@ def write(
 def _describe(training: Training, results: Mapping[str, Any]) -> dict[str, str]:
     """Describe what was trained on what, how and where: name -> text."""
     recipe, (train, held_out) = training.recipe, training.run.data
-    length, positions = train.max_length, _num_positions(recipe)
+    # Of a pair that is compared `max_length` counts both answers
+    length, positions = getattr(recipe, "max_seq_length", train.max_length), _num_positions(recipe)
     base = getattr(recipe, "model_name_or_path", None)
     described = "nothing held out" if held_out is None else f"held out: {held_out}"
     amount = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)

@@ -19,8 +19,8 @@ IMAGE_RULES = (
         IMAGE_SHAPE,
         lambda name: Rule(
             lambda f: (f[name] is None) == bool(f.images and f.model_name_or_path is None),
-            f"{name} is {{f[{name}]}}, but it is of towers of images with random weights, and of no others",
-            "set it to a number with them, else to null",
+            f"{name} is {{f[{name}]}}, but it is of images with random weights, and of nothing else",
+            "give a number where images is true and no model_name_or_path is set, and null elsewhere",
         ),
     ),
     Rule(
