@@ -274,8 +274,8 @@ def build(
         raise UsageError(f"{'; '.join(lines)}: mend or remove them, or set on_bad_row to skip")
     reports = [_report(*pair, recipe) for pair in zip(stores, found, strict=True) if pair[0].is_encoded]
     rows = [_find_good_rows(*pair) for pair in zip(stores, found, strict=True)]
-    for report, source, good in zip(reports, stores, rows, strict=False):  # none of a built-in one
-        report.notes.append(_describe_classes(source, good))
+    counted = zip(reports, stores, rows, strict=False)  # a built-in one has no report
+    reports = [one._replace(notes=[*one.notes, _describe_classes(source, good)]) for one, source, good in counted]
     if len(stores) == 1:
         rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
         stores = stores * 2

@@ -299,7 +299,7 @@ def explain_earlier_run(path: str | None) -> str | None:
     folder, _, name = (path or "").partition("/")
     if folder != "runs" or os.path.exists(path or "") or name not in recipes.catalog_names():
         return None
-    script = recipes.TASKS[recipes.find_task(name)].parts.script
+    script = recipes.load(name).parts.script
     return (
         f"model_name_or_path {path} is not here: it is what the recipe {name} leaves. First train that (accelerate launch "
         f"scripts/{script} --recipe {name}), or start from another model, --model_name_or_path FOLDER"
