@@ -204,6 +204,8 @@ def test_a_difference_that_grows_from_rounding_is_said(ask, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=2.1)
     lines = (b / "metrics.jsonl").read_text().replace('"loss": 2.0', '"loss": 2.00000001', 1)
     (b / "metrics.jsonl").write_text(lines)
+    for folder, batch in ((a, 64), (b, 10)):  # how it was cut decides no step
+        (folder / "settings.json").write_text(json.dumps({"per_device_train_batch_size": batch}))
     text = " ".join(ask(a, b)[1].split())
     assert (
         "verdict: different: the largest relative difference of losses and evaluations is 5.0e-02 (loss, step 3;"

@@ -1,7 +1,9 @@
 """The exact step in a loop of one's own: the same on any number of processes, and wrong use refused in one line."""
 
+import itertools
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -92,6 +94,31 @@ def test_steps_are_those_of_whole_batches(accelerator):
     assert len(steps) == 7
     assert accelerator.gradient_accumulation_steps == 1
     assert accelerator.gradient_state.sync_with_dataloader
+
+
+def test_gradients_of_a_step_that_was_broken_off_are_warned_of(accelerator):
+    """As by the stop button of a notebook, between two micro-batches: the next loop would add to them."""
+    model, optimizer = build(accelerator)
+
+    def train(is_broken_off: bool) -> None:
+        steps = exact_steps(accelerator, POINTS, stack, **SETTINGS)
+        for step in itertools.islice(steps, 2):
+            for batch in step:
+                with accelerator.accumulate(model):
+                    accelerator.backward(step.loss(squares(model, batch)[0]))
+                    if is_broken_off:
+                        return
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    train(is_broken_off=True)
+    with pytest.warns(
+        UserWarning, match="the model has a gradient before the first step, as of one that was broken off"
+    ):
+        train(is_broken_off=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(is_broken_off=False)
 
 
 def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monkeypatch):

@@ -814,3 +814,24 @@ def test_the_folder_replaces_the_dataset_and_does_not_decide(tmp_path):
     assert (recipe.train_dir, recipe.dataset_name) == (str(tmp_path), None)
     assert make_recipe(tmp_path / "other").fingerprint == recipe.fingerprint
     assert make_recipe(tmp_path, image_mean=[0.5, 0.5, 0.5]).fingerprint != recipe.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("side", "augmentation", "num_channels"), [(32, "shift", 1), (48, "imagenet", 3), (400, "none", 3)]
+)
+def test_the_saved_processor_sees_the_pixels_that_were_evaluated(tmp_path, side, augmentation, num_channels):
+    """Of images of odd shapes, too: to whole pixels, and beyond 384, where other processors do not crop."""
+    rng = np.random.default_rng(0)
+    for number, shape in enumerate([(7, 90), (41, 40), (300, 33), (side, side), (31, 64), (200, 301)]):
+        folder = tmp_path / "ab"[number % 2]
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (*shape, 3)).astype(np.uint8)).save(folder / f"{number}.png")
+    shape = {"image_height": side, "image_width": side, "augmentation": augmentation, "num_channels": num_channels}
+    levels = {"image_mean": (0.4,) * num_channels, "image_std": (0.25,) * num_channels}
+    recipe = make_recipe(tmp_path, validation_dir=str(tmp_path), **shape, **levels)
+    _, held_out = images.build(recipe)
+    seen = held_out.collate([held_out.draw(0, place) for place in range(len(held_out))])["pixel_values"]
+    files = [Image.open(tmp_path / held_out.name(place)) for place in range(len(held_out))]
+    pictures = [file.convert("RGB" if num_channels == 3 else "L") for file in files]
+    processed = images.make_processor(recipe)(pictures, return_tensors="pt")["pixel_values"]
+    assert (processed - seen).abs().max() < 1e-5

@@ -269,6 +269,8 @@ def test_images_that_come_twice_are_counted_and_those_of_two_classes(classify, f
     classify("run", f"{folder_flags(folder)} --max_train_steps 1")
     said = "images that come more than once: 5 (bright/1.png and bright/again.png); with several classes: 3 ("
     assert f"  {said}bright/other.png and dark/0.png)\n" in capsys.readouterr().out
+    classify("leak", f"{folder_flags(folder)} --max_train_steps 1 --validation_dir {folder} --validation_fraction 0")
+    assert "  held out AND trained on: 19 of 19 held-out images\n" in capsys.readouterr().out
 
 
 def test_held_out_images_are_listed_the_surest_mistakes_first(classify, folder, real_figures):

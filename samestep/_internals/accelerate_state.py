@@ -24,6 +24,11 @@ def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
     return accelerator._schedulers
 
 
+def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
+    """Return the models that `accelerator.prepare` has wrapped (accelerate 1.15, `_models`)."""
+    return accelerator._models
+
+
 def find_original_forwards(model: nn.Module) -> dict[nn.Module, Callable]:
     """Return the forward that each prepared module had before autocast was put around it (accelerate 1.15, `prepare_model`)."""
     return {

@@ -60,6 +60,7 @@ DARK = 4095  # largest value of 12 bits: cameras write them into 16, where they 
 CENTRE = 224 / 256  # share of the short side that held-out images are cropped to, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
 PLANNED = 0.05  # by which the images may differ from num_train_samples, by which a run is planned, before it is said
+MAX_SCALED = 2**24  # pixels of an image that is scaled whole before it is cropped
 MAX_NAMES = 10  # names in a message at most
 CHUNK = 16  # images that a thread verifies at once
 MAX_RESULTS = 2**29  # bytes of the file that keeps the results of verified images
@@ -233,11 +234,15 @@ class Images:
         rng = None if self.seed is None else sample_rng(self.seed, AUGMENTATION, *sample)
         crops = self.augmentation == "imagenet"
         size = image.size
+        share = CENTRE if crops else 1.0
         if crops and rng is not None:
             box: tuple[float, ...] = _random_box(size[0], size[1], rng)
         else:
-            box = _centre_box(size[0], size[1], self.width, self.height, CENTRE if crops else 1.0)
-        image = image.resize((self.width, self.height), Image.Resampling.BILINEAR, box)
+            box = _centre_box(size[0], size[1], self.width, self.height, share)
+        if rng is None and self.width == self.height:
+            image = _crop_as_saved(image, self.width, share)
+        else:
+            image = image.resize((self.width, self.height), Image.Resampling.BILINEAR, box)
         pixels = np.asarray(image).reshape(self.height, self.width, self.num_channels)
         if rng is None or self.augmentation == "none":
             return pixels
@@ -280,6 +285,8 @@ def build(
         rows = [*_split(rows[0], recipe.validation_fraction, recipe.seed)]
         stores = stores * 2
         reports = [report._replace(num_held_out=len(rows[1])) for report in reports]
+    if line := _describe_leak(found, rows):
+        reports[-1] = reports[-1]._replace(notes=[*reports[-1].notes, line])
     train = Images(stores[0], rows[0], recipe, training=True)
     train.row_reports = reports
     if not len(rows[1]):
@@ -302,6 +309,19 @@ def _describe_repeats(store: Any, found: "Found") -> list[str]:
     if mixed:
         text += f"; with several classes: {sum(map(len, mixed)):,} ({' and '.join(map(store.name, mixed[0][:2]))})"
     return [text]
+
+
+def _find_hashes(found: "Found", rows: np.ndarray) -> list[str]:
+    """Find the hash of the content of each of these rows; none where images were not verified."""
+    return [note for row in rows.tolist() for note in found.get(row, (None, []))[1] if note.startswith(HASH)]
+
+
+def _describe_leak(found: "Sequence[Found]", rows: Sequence[np.ndarray]) -> str | None:
+    """Say how many held-out images are in the training, too, byte for byte; None: none is."""
+    train, held_out = _find_hashes(found[0], rows[0]), _find_hashes(found[-1], rows[1])
+    both = set(train) & set(held_out)
+    num_both = sum(each in both for each in held_out)
+    return f"held out AND trained on: {num_both:,} of {len(held_out):,} held-out images" if num_both else None
 
 
 def _describe_classes(store: "Store", rows: np.ndarray) -> str:
@@ -482,6 +502,20 @@ def _centre_box(
     return left, top, min(float(width), left + w), min(float(height), top + h)
 
 
+def _crop_as_saved(image: Image.Image, side: int, share: float) -> Image.Image:
+    """Make the square that the saved processor sees: an image's short side is scaled to side / share, then it is cropped."""
+    width, height = image.size
+    short = int(side / share)
+    w, h = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    left, top = (w - side) // 2, (h - side) // 2
+    if w * h <= MAX_SCALED:
+        scaled = image.resize((w, h), Image.Resampling.BILINEAR)
+        return scaled.crop((left, top, left + side, top + side))
+    # A strip, which would take much room: the same but for a rounding of its levels
+    box = left * width / w, top * height / h, (left + side) * width / w, (top + side) * height / h
+    return image.resize((side, side), Image.Resampling.BILINEAR, box)
+
+
 def _shift(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Move an image, uint8 [height, width, channels], at random by up to an eighth of each side; zeros move in."""
     result = np.zeros(pixels.shape, np.uint8)
@@ -499,11 +533,13 @@ def make_processor(recipe: ImageClassification) -> BaseImageProcessor:
 
     It treats images as held-out ones are treated here, if the recipe's images are squares; else it makes them squares.
     """
-    from transformers.models.convnext import image_processing_pil_convnext  # here: needs Pillow
+    from transformers.models.bit import image_processing_pil_bit  # here: needs Pillow
 
-    return image_processing_pil_convnext.ConvNextImageProcessorPil(
-        size={"shortest_edge": recipe.image_height},
-        crop_pct=CENTRE if recipe.augmentation == "imagenet" else 1.0,
+    side = recipe.image_height
+    return image_processing_pil_bit.BitImageProcessorPil(
+        size={"shortest_edge": int(side / (CENTRE if recipe.augmentation == "imagenet" else 1.0))},
+        crop_size={"height": side, "width": side},
+        do_convert_rgb=False,  # a recipe may have grey images
         resample=Image.Resampling.BILINEAR,
         image_mean=list(recipe.image_mean),
         image_std=list(recipe.image_std),

@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,11 +23,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, get_int_from_env, send_to_device
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from samestep import interrupt
-from samestep._internals.accelerate_state import prepared_schedulers
+from samestep._internals.accelerate_state import prepared_models, prepared_schedulers
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.per_sample import PerSample
@@ -106,6 +108,8 @@ class LoopStep(Step):
     @property
     def micro_batches(self) -> Iterator[Any]:
         self._sums = []
+        if self._is_first:
+            _warn_of_gradients(self.accelerator)
         for number, part in enumerate(iterate_micro_batches(self.accelerator, self._parts), 1):
             self._current, num_noted = part, len(self._sums)
             if self._noise is not None:
@@ -183,6 +187,17 @@ class LoopStep(Step):
             raise UsageError(
                 f"step.loss was given a mean ({mean}): give it {SUM}, or the mean times the number of targets"
             )
+
+
+def _warn_of_gradients(accelerator: Accelerator) -> None:
+    """Warn of gradients that are there before the first micro-batch, as of a step that was broken off: they would be added."""
+    gradients = (parameter.grad for model in prepared_models(accelerator) for parameter in model.parameters())
+    parts = (part.to_local() if isinstance(part, DTensor) else part for part in gradients if part is not None)
+    if any(bool(part.any()) for part in parts):
+        warnings.warn(
+            "the model has a gradient before the first step, as of one that was broken off: optimizer.zero_grad() empties it",
+            stacklevel=4,
+        )
 
 
 def exact_steps(
@@ -756,7 +771,7 @@ def find_problems(accelerator: Accelerator, name: str) -> list[str]:
         )
     if (size := get_int_from_env(SIZES, 1)) > 1 and accelerator.num_processes == 1:
         problems.append(
-            f"{size} processes were launched, but each would train alone: on CPUs launch with ACCELERATE_USE_CPU=true and "
-            "distributed_type MULTI_GPU"
+            f"{size} processes were launched, but each would train alone: on CPUs make it with Accelerator(cpu=True), and "
+            "launch with distributed_type MULTI_GPU, as accelerate_configs/2xcpu.yaml"
         )
     return problems

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,16 +269,29 @@ def answer_plan(
         if rows and rows["mean_tokens"]:
             result["of_mean_rows"] = _describe_mean_rows(make, placement, rows["mean_tokens"], terms)
     if settings.trace:
-        trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
-        b = min(layout.per_device_train_batch_size, layout.shares[0])
-        peaks = trace(b, **trace_options, attn_implementation=settings.attn_implementation)
-        result |= answer.describe_trace(peaks, workload, layout, options)
+        result |= _describe_trace(trace, settings, workload, layout, options)
     if placement is not None and settings.html is not None:
         write_file("html", settings.html, page(result | {"scale": _grow(workload, placement)}))
     if settings.json:
         print(json.dumps(result))
     else:
         print("\n".join(text.write_plan(result)))
+
+
+def _describe_trace(
+    trace: Callable[..., Any],
+    settings: PlanSettings,
+    workload: Workload,
+    layout: layouts.Layout,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Trace the largest micro-batch, and describe what it says beside the formulas."""
+    trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
+    b = min(layout.per_device_train_batch_size, layout.shares[0])
+    if sys.stderr.isatty():  # a model that goes from token to token has as many operators as tokens
+        print("tracing with torch; a recurrence takes minutes: shorter samples take less", file=sys.stderr, flush=True)
+    peaks = trace(b, **trace_options, attn_implementation=settings.attn_implementation)
+    return answer.describe_trace(peaks, workload, layout, options)
 
 
 def _describe_mean_rows(

@@ -91,10 +91,10 @@ def write(result: Mapping[str, Any]) -> Iterator[str]:
                 f", but parameters differ by {distance:.1e} of their norm ({TENSOR_TOLERANCE:.0e} is called rounding)"
             )
         yield f"verdict: {verdict}: {amount}"
-        if not result["settings"] and _begins_small(result["parting"]):
+        if not {"recipe", "data"} & result["settings"].keys() and _begins_small(result["parting"]):
             yield (
                 "  they part by as little as rounding, which long trainings let grow. To tell it from a fault, train both with "
-                "--reproducible: what differs then is no rounding"
+                "--reproducible 4: what differs then is no rounding"
             )
 
 
