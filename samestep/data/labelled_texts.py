@@ -150,6 +150,10 @@ class Text:
         return len(self.tokens)
 
 
+A_TEXT, A_PAIR = '"a text"', '{"text": "a text", "text_pair": "another"}'
+"""Inputs of a pipeline of transformers, as Python."""
+
+
 class LabelledTexts(TokenizedTexts):
     """The samples of a dataset of labelled texts.
 
@@ -221,8 +225,7 @@ class LabelledTexts(TokenizedTexts):
     @property
     def example(self) -> str:
         """The input of a pipeline of transformers, as Python: a text, or a pair of texts."""
-        is_pair = self.rows[0]["pair"] is not None
-        return '{"text": "a text", "text_pair": "another"}' if is_pair else '"a text"'
+        return A_PAIR if self.rows[0]["pair"] is not None else A_TEXT
 
     def describe_baseline(self) -> list[str]:
         """Say what these texts give a classifier that has learned nothing, in a line; of numbers nothing."""

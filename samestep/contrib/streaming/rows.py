@@ -106,7 +106,13 @@ class StreamedLabelledTexts(StreamedRows, LabelledTexts):
             self.classes = None if recipe.num_labels == 1 else [str(number) for number in range(recipe.num_labels)]
         self.kind = "texts of numbers" if self.classes is None else f"texts of {len(self.classes):,} classes"
         columns = labelled_texts.Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
+        is_pair = recipe.text_pair_column is not None
+        self.own_example = held_out.example if held_out else labelled_texts.A_PAIR if is_pair else labelled_texts.A_TEXT
         self.open_rows(recipe, on_bad_row, Keep(columns.find, self._read))
+
+    @property
+    def example(self) -> str:
+        return self.own_example
 
     def _read(self, values: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
         """Read a row, with the number of its label."""
