@@ -132,6 +132,7 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
+    speed += " with the largest batch" if answer["batch_sizes"] is not None else ""
     return f"{hours} for {length}: {speed}"
 
 

@@ -189,7 +189,8 @@ def test_wrong_checkpoints_are_refused_with_the_reason(train, corpus, tmp_path):
     )
     refuse(
         r"trained on other data: documents differ, and so does the tokenizer\. Give the data that it was trained on "
-        r"\(train_file .*\), unchanged and in the same order, and the same tokenizer \(fingerprints: ",
+        r"\(train_file .*\), unchanged and in the same order, and the same tokenizer; on other data begin "
+        r"anew from its weights, --model_name_or_path .*checkpoint-2 \(fingerprints: ",
         f"--resume_from_checkpoint latest --train_file {other}",
     )
     weights = stopped / "checkpoint-2" / "model.safetensors"

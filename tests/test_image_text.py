@@ -382,6 +382,8 @@ def test_the_result_answers_about_an_image(finetune, base, rows):
     folder = finetune("run", base("llava"), "--num_generations 3 --generation_length 4 --validation_fraction 0.3")
     lines = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
     assert len(lines) == 3
+    assert all(Path(name).is_file() for line in lines for name in line["images"]), "what was read wrong can be found"
+    assert {line["row"].rpartition(":")[0] for line in lines} == {str(rows)}
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), load_processor(str(folder))
     chat = pipeline("image-text-to-text", model=model, processor=processor)
     parts = [{"type": "image", "path": str(rows.with_name("0_0.png"))}, {"type": "text", "text": "Which colours?"}]

@@ -50,6 +50,13 @@ class MyTrainer({base}):
         return {loss}
 trainer = {made}(model, TrainingArguments("out", gradient_accumulation_steps={k}))
 """
+EXACT = """
+from samestep import exact_windows
+for step in exact_windows(accelerator, loader, gradient_accumulation_steps=accum, targets=count):
+    for x, y in step:
+        with accelerator.accumulate(model):
+            accelerator.backward(step.loss(cross_entropy(model(x), y, reduction="sum"){divided}))
+"""
 REPORT = """
 import torch.nn.functional as F
 total = 0
@@ -104,6 +111,7 @@ RIGHT = {
         "head": "pass", "divided": "", "behind": "pass", "tick": "scheduler.step()", "empty": "optimizer.zero_grad()",
         "end": "",
     },
+    EXACT: {"divided": ""},
     REPORT: {"loss": "cross_entropy(model(x), y)", "added": "loss.item() * len(x)", "divisor": "len(data)"},
     SAMPLER: {"shuffle": "", "told": "sampler.set_epoch(epoch)"},
     TWICE: {"sampler": "RandomSampler"},
@@ -117,6 +125,7 @@ CASES = [  # rule, line, program, what is other than right
     ("SA101", 6, GUARDED, {"loss": ", ignore_index=-100"}),
     ("SA101", 11, ACCELERATE, {"end": COLLATOR}),
     ("SA102", 10, ACCELERATE, {"divided": " / args.accum"}),
+    ("SA102", 6, EXACT, {"divided": " / accum"}),
     ("SA103", 7, GUARDED, {"divided": ""}),
     (
         "SA103",
@@ -175,6 +184,7 @@ SILENT = [
     (ACCELERATE.replace("\nmodel, optimizer", "\nmodel, *rest = accelerator.prepare(*parts)\nmodel, optimizer"), {}),
     (INNER, {}),
     (SAMPLER, {}),
+    (EXACT, {"divided": " / 2"}),
     (SAMPLER, {"told": "pass", "shuffle": ", shuffle=False"}),
     (TWICE, {}),
     (TRAINER, {}),

@@ -71,7 +71,7 @@ class Answers(Part):
         lines = []
         for place, (prompt, expected) in enumerate(questions):
             line = {"prompt": tokenizer.decode(prompt), "answer": read(tokens[place]), "expected": read(expected)}
-            lines.append(line | {"is_right": line["answer"] == line["expected"]})
+            lines.append(line | {"is_right": line["answer"] == line["expected"]} | source.describe_row(ids[place]))
         if accelerator.is_main_process:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (Path(settings.output_dir) / FILE).write_text(text, encoding="utf-8")

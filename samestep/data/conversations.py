@@ -206,6 +206,10 @@ class Conversations:
         """Find what the model takes of samples beside their tokens: nothing."""
         return {}
 
+    def describe_row(self, sample_id: int) -> dict[str, Any]:
+        """Describe where a sample comes from, for people: its row."""
+        return {"row": self.rows[int(self.places[sample_id])]["place"]}
+
     def find_types(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
         """Find what the model takes beside these tokens, int64 [1, n] each: nothing."""
         return {}

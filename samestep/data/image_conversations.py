@@ -249,6 +249,12 @@ class ImageConversations(Conversations):
             found.append((name, first, start))
         return found
 
+    def describe_row(self, sample_id: int) -> dict[str, Any]:
+        names = self._list_images(int(self.places[sample_id]))
+        return super().describe_row(sample_id) | {
+            "images": ["in the row" if name[:5] == "data:" else name for name in names]
+        }
+
     def _make_pixels(self, sample_id: int) -> dict[str, torch.Tensor]:
         place = int(self.places[sample_id])
         names = self._list_images(place)

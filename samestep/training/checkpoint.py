@@ -886,7 +886,7 @@ def _check_data(folder: Path, state: State, data_fingerprints: Mapping[str, str]
     elif not own:
         problem, remedy = (
             f"the same data with another {' and another '.join(names)}",
-            "Give the ones it was trained with",
+            "Give the ones it was trained with" + f", --tokenizer_name {folder}" * ("tokenizer" in names),
         )
     else:
         following = " and the ".join(name for name in names if name in FOLLOWING)
@@ -895,6 +895,8 @@ def _check_data(folder: Path, state: State, data_fingerprints: Mapping[str, str]
         place = f" ({named})" if named else ""
         remedy = f"Give the data that it was trained on{place}, unchanged and in the same order"
         remedy += f", and the same {following}" if following else ""
+        if "model_name_or_path" in _read_recipe(folder):
+            remedy += f"; on other data begin anew from its weights, --model_name_or_path {folder}"
     raise UsageError(f"checkpoint {folder} was trained on {problem}. {remedy} (fingerprints: {hashes})")
 
 

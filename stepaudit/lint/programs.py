@@ -289,6 +289,22 @@ def _find_accumulation(source: Source) -> str:
     return ALWAYS if is_known else "where gradient_accumulation_steps is more than 1"
 
 
+def check_step_losses(source: Source) -> Found:
+    """Ask whether a loss that `exact_steps` or `exact_windows` divides is divided by k before, as the loop was without them."""
+    if not source.has(r"\bexact_(steps|windows)\b"):
+        return
+    for call in source.calls:
+        if dotted(call.func) != "step.loss" or not call.args:
+            continue
+        for node in ast.walk(call.args[0]):
+            if (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Div)
+                and WINDOW_NAME.search(last_name(node.right))
+            ):
+                yield "SA102", node, "step.loss divides, too", f"where {ast.unparse(node.right)} is more than 1"
+
+
 def check_reports(source: Source) -> Found:
     """Ask whether an evaluation divides a sum of means by the number of batches."""
     for loop in source.nodes:

@@ -91,6 +91,7 @@ def lint_text(text: str, path: str, audit: str = "", check_model: str = "") -> I
     found += programs.check_loaders(source)
     found += programs.check_trainers(source)
     found += programs.check_losses(source)
+    found += programs.check_step_losses(source)
     found += programs.check_reports(source)
     lines = text.splitlines()
     findings: dict[tuple[str, int], Finding] = {}

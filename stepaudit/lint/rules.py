@@ -38,7 +38,7 @@ RULES = {
     ),
     "SA102": Rule(
         "divided twice",
-        "the loss is divided by k here, and by backward once more: the gradient is k times too small",
+        "the loss is divided by k here, and once more behind it: the gradient is k times too small",
         "divide once: leave the division out",
         causes=("factor",),
     ),

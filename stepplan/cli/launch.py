@@ -91,8 +91,9 @@ def _explain(problem: str) -> str:
 
 
 def _find_remarks(placement: Placement, *, asks_for_time: bool) -> list[str]:
-    """Find what to know before machines are waited for: that one of them is faster than all, that the job asks for no time."""
-    hardware, remarks = placement.hardware, []
+    """Find what to know before machines are waited for: what the device needs, that one of them is
+    faster than all, that the job asks for no time."""
+    hardware, remarks = placement.hardware, list(placement.hardware.device.notes)
     single = Hardware(hardware.device, hardware.num_devices)
     alone = try_placement(lambda: placement.workload, single) if hardware.num_nodes > 1 else None
     if alone is not None and alone.time.total <= placement.time.total:

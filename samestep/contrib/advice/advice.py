@@ -27,6 +27,8 @@ MAX_HALF_WIDTH = 0.5
 """Half of the interval of the signal's share over the share, above which a batch is not advised."""
 MIN_CHANGE = 0.1
 """Changes of the batch below this share of it are not worth a recipe."""
+TIMES = (("hours", 1), ("minutes", 60), ("seconds", 3600))
+"""Units of a training, the first that is two or more."""
 WIDTHS = 9, 22, 7, 4, 8, 16
 """Widths of the columns of the table of batches."""
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)
@@ -396,7 +398,9 @@ def _write_batches(answer: dict[str, Any], unit: str) -> Iterator[str]:
     place = f"{format_count(n, 'process')}"
     at_once = f", {size:,} samples at once" if size else ""
     yield f"To the same loss, on the hardware of the run ({place}{at_once}), over this run's:"
-    heads = "batch", f"{unit}s (90 % interval)", "steps", "k", "hours", "hours at k = 1*"
+    times = [row[name] for row in answer["batches"] for name in ("hours", "hours_without_accumulation") if row[name]]
+    name, per_hour = next(each for each in TIMES if max(times, default=1.0) * each[1] >= 2 or each[1] == 3600)
+    heads = "batch", f"{unit}s (90 % interval)", "steps", "k", name, f"{name} at k = 1*"
     yield "  " + " ".join(f"{head:>{width}}" for head, width in zip(heads, WIDTHS, strict=True))
     for row in answer["batches"]:
         low, high = row["tokens_range"]
@@ -410,6 +414,6 @@ def _write_batches(answer: dict[str, Any], unit: str) -> Iterator[str]:
             f"{row['steps']:.2f}",
             k or "?",
         ]
-        cells += ["?" if value is None else round_number(value) for value in (hours, fast)]
+        cells += ["?" if value is None else round_number(value * per_hour) for value in (hours, fast)]
         yield "  " + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)) + mark
     yield "  * with k times as many devices, communication not counted"

@@ -41,7 +41,7 @@ MAY_BE_NULL = ("num_decoder_layers", "max_position_embeddings", "tie_word_embedd
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2SeqFineTuning(StreamedTexts, Recipe):
-    """Training of a model with an encoder and a decoder, all of it or adapters (LoRA), on pairs of sequences."""
+    """Training of a model with an encoder and a decoder: all of it or adapters (LoRA), on pairs of sequences."""
 
     extra: ClassVar[str | None] = "text"
 
