@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from stepaudit.recording import Recording
 
-CUTS = re.compile(r"batch|accum|micro|window", re.IGNORECASE)
+CUTS = re.compile(r"batch_?size|(^|[._])batch$|accum|micro_?batch", re.IGNORECASE)
+OTHERS = re.compile(r"eval|valid|test|pred|infer", re.IGNORECASE)
 SHORT = {"b", "k", "bs", "ga", "gas", "mbs", "gbs"}
-"""Names of flags that say how a step is cut: words in them, and whole ones."""
+"""Names of flags that say how a step is cut: what is in them, what is not (of evaluations), and whole ones."""
 
 
 def is_cut(name: str) -> bool:
@@ -15,9 +16,11 @@ def is_cut(name: str) -> bool:
 
     >>> is_cut("--train_batch_size"), is_cut("env:ACCUM"), is_cut("-b"), is_cut("num_workers"), is_cut("backend")
     (True, True, True, False, False)
+    >>> is_cut("eval_batch_size"), is_cut("batch_norm_momentum"), is_cut("key:data.batch")
+    (False, False, True)
     """
     name = name.removeprefix("env:").removeprefix("key:").lstrip("-")
-    return CUTS.search(name) is not None or name.lower() in SHORT
+    return name.lower() in SHORT or (CUTS.search(name) is not None and OTHERS.search(name) is None)
 
 
 def find_shape(recordings: Sequence[Recording]) -> list[list[list[int | None]]]:
