@@ -1,5 +1,6 @@
 """Writes comparisons as text."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -58,8 +59,18 @@ def table(
             if finding.cause == cause
         ]
         explanation, *evidence = _explain(found)
-        lines += [f"[{number}] {explanation}", *evidence, f"    do: {found[0][1].remedy}"]
+        lines += [f"[{number}] {explanation}", *evidence, *write_remedy(found[0][1].remedy)]
     return "\n".join(lines)
+
+
+def write_remedy(remedy: str) -> list[str]:
+    """Write a remedy, each other way to do it on a line of its own.
+
+    >>> write_remedy("divide by n; shortest with samestep: exact_steps(...); in a Trainer: exact(Trainer)")
+    ['    do: divide by n', '    or, shortest with samestep: exact_steps(...)', '    or, in a Trainer: exact(Trainer)']
+    """
+    first, *others = re.split("; (?=shortest with samestep|in a Trainer)", remedy)
+    return [f"    do: {first}", *(f"    or, {other}" for other in others)]
 
 
 def fold_lines(text: str, columns: int) -> str:

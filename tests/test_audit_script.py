@@ -23,7 +23,7 @@ from stepaudit.random_projection import EXACT_SIZE, sketch
 from stepaudit.record import EnoughSteps, Recorder
 from stepaudit.recording import Recording
 from stepaudit.script import Variation, audit_script, make_variations, record
-from stepaudit.table import table
+from stepaudit.table import table, write_remedy
 
 AUDITED = ROOT / "tests" / "audited"
 TOLERANCE = 1e-7
@@ -168,7 +168,7 @@ def test_the_table_shows_the_numbers():
     assert second.split() == "y 1 2e-09, 2e-09 1 1.0000 3e-09".split()
     assert third.split()[-3:] == ["b", "0.1", "[2]"]
     numbers = [f"[2] {CAUSES['tail']}", "    x: step 3: 2/4", "    z: step 9: 7/8"]
-    assert causes == [f"[1] {leak}", f"    do: {leak.remedy}", *numbers, f"    do: {tail.remedy}"]
+    assert causes == [f"[1] {leak}", *write_remedy(leak.remedy), *numbers, *write_remedy(tail.remedy)]
     assert heading.index("loss error") + len("loss error") == first.index("0.25") + len("0.25")
 
 
@@ -180,17 +180,18 @@ def test_a_cause_is_explained_once_with_the_numbers_of_each_layout():
         comparisons = [Comparison([1.0], [1.0], [1.0], [1.0], [0], "a", 1.0, [finding]) for finding in findings]
         return table("rxyz", list(of_reference), comparisons, [1e-7, 1e-5, 1e-5]).splitlines()[5:]
 
-    text, do = CAUSES["factor"], f"    do: {Finding('factor', '', '').remedy}"
+    text, do = CAUSES["factor"], write_remedy(Finding("factor", "", "").remedy)
+    assert [line[:7] for line in do] == ["    do:", "    or,"]
     same = ("step 1", "4 = k")
-    assert explain(same, same, same) == [f"[1] {text}: step 1: 4 = k", do]
-    assert explain(same, ("step 1", "8 = k"), same) == [f"[1] {text}: step 1", "    x; z: 4 = k", "    y: 8 = k", do]
+    assert explain(same, same, same) == [f"[1] {text}: step 1: 4 = k", *do]
+    assert explain(same, ("step 1", "8 = k"), same) == [f"[1] {text}: step 1", "    x; z: 4 = k", "    y: 8 = k", *do]
     other = ("a.weight, step 1", "2 = N")
     assert explain(same, other, ("", "3")) == [
         f"[1] {text}",
         "    x: step 1: 4 = k",
         "    y: a.weight, step 1: 2 = N",
         "    z: 3",
-        do,
+        *do,
     ]
     by_itself = (Finding("factor", "step 2", "4 = k"),)
     assert explain(same, same, same, of_reference=by_itself)[:3] == [
@@ -391,8 +392,8 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     assert lines[2].endswith(" [1]")
     assert lines[3].startswith("[1] the gradient is too large")
     assert lines[3].endswith("step 1: 4 = k times the gradient")
-    assert lines[4] == f"    do: {Finding('factor', '', '').remedy}"
-    assert lines[5] == "NOT exact (tolerance 1e-05)"
+    assert lines[4:6] == write_remedy(Finding("factor", "", "").remedy)
+    assert lines[6] == "NOT exact (tolerance 1e-05)"
 
 
 DIVIDED_TWICE = """
