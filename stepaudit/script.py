@@ -553,6 +553,8 @@ def compare_runs(
     def run(number: int, mode: str = "") -> list[Recording]:
         words = [word for word in (reference_mode if not number else "", mode) if word]
         again = " again" if mode else f" {number + 1} of {len(runs)}"
+        if not mode and (longest := getattr(record_run, "longest", None)):
+            again += f", about {longest * (len(runs) - number):.0f} s left"
         announce(", ".join([f"run{again}: {program[0]}: {runs[number]}", *(REASONS[word] for word in words)]))
         return record_run(program, runs[number], num_steps, "+".join(words))
 

@@ -219,7 +219,7 @@ def test_the_command_writes_the_ramp(ask, tmp_path):
     """The noise of the run stays, so none is proposed; and a run whose batch grows is not advised on."""
     code, out, _ = ask("gpt2_small_cpu", EVEN, 32, "--ramp --write_recipe new.yaml")
     assert code == 0
-    assert "no batch that grows" in out
+    assert "no batch that grows: the noise scale does not grow by enough." in out
     assert not (tmp_path / "new.yaml").exists()
     growing = {"batch_schedule": "seesaw from 4", "lr_scaling_rule": "none"}
     code, out, _ = ask("gpt2_small_cpu", EVEN, 32, "", **growing)

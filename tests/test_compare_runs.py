@@ -172,6 +172,25 @@ def test_settings_and_metrics_that_differ(ask, tmp_path):
     assert "by how much: unknown (1 checkpoint of both, none differs)" in out
 
 
+def test_of_two_trainings_the_held_out_losses_stand_beside_the_verdict(ask, tmp_path):
+    """Who compares two recipes asks which is better; of two cuts of one recipe nobody does."""
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=2.5)
+    for folder, seed, loss in ((a, 1, 1.5), (b, 2, 1.25)):
+        lines = [
+            json.loads(line) | {"samples": 8 * seed} for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        lines += [{"step": 0, "eval_loss": 3.0}, {"step": 3, "eval_loss": loss}]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (folder / "recipe.yaml").write_text(f"seed: {seed}\n")
+    assert json.loads(ask(a, b, "--json")[1])["last"] == {"eval_loss": [1.5, 1.25], "samples": [24, 48]}
+    lines = ask(a, b)[1].splitlines()
+    (place,) = (place for place, line in enumerate(lines) if line.startswith("verdict: different"))
+    assert lines[place + 1] == "held-out loss at the end: 1.5 after 24 samples | 1.25 after 48 samples"
+    assert lines[place + 2].startswith("they part at step"), "the verdict comes first"
+    (b / "recipe.yaml").write_text("seed: 1\n")
+    assert "held-out loss at the end" not in ask(a, b)[1]
+
+
 @pytest.mark.parametrize(
     ("loss", "bias", "weight", "verdict"),
     [

@@ -241,7 +241,17 @@ def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):
 
 def test_a_warm_up_of_a_longer_training_is_said(classify, capsys):
     classify("run", f"{SMALL} --max_train_steps 4 --num_warmup_steps 3")
-    assert "the learning rate rises during 75% of the training: --num_warmup_steps or " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the learning rate rises during 75% of the training: --num_warmup_steps or " in out
+    assert "fewer than the global batch" not in out
+
+
+def test_a_batch_that_is_larger_than_the_data_is_said(classify, folder, capsys):
+    classify("run", f"{folder_flags(folder)} --global_batch_size 32 --learning_rate_batch_size 32 --max_train_steps 1")
+    assert (
+        "an epoch has 12 samples, fewer than the global batch: a step holds some more than once"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_a_folder_decides_is_counted_there(classify, folder, capsys):

@@ -345,3 +345,5 @@ def answer_early(argv: Sequence[str], task: str | Sequence[str], description: st
         recipe, _ = parse([*argv, "--rehearse", "false"], task, description)
         folder = run.output_dir if find_flag(argv, "output_dir") else None
         sys.exit(exit_code(lambda: rehearsal.rehearse(argv, recipe, small, folder)))
+    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print("loading torch and transformers", file=sys.stderr, flush=True)  # which takes seconds

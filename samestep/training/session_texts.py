@@ -25,6 +25,11 @@ def describe_session(run: "Run", train: Any) -> str:
     if run.plan.spans is None and num_warmup_steps > LONG_WARMUP * run.num_steps:
         share = f"{num_warmup_steps / run.num_steps:.0%}"
         warned = f"\nthe learning rate rises during {share} of the training: --num_warmup_steps or --warmup_ratio changes that"
+    size = run.recipe.global_batch_size
+    if not hasattr(train, "num_samples") and 0 < len(train) < size:
+        warned += (
+            f"\nan epoch has {len(train):,} samples, fewer than the global batch: a step holds some more than once"
+        )
     return (
         f"{describe_source(train)}; {f'weights of {weights}' if weights else 'random weights'}; "
         f"{run.reduction.describe_cut(run.recovery.steps.layout)}{run.plan.describe_growth()}; on {run.accelerator.device}, "

@@ -27,6 +27,9 @@ MAX_HALF_WIDTH = 0.5
 """Half of the interval of the signal's share over the share, above which a batch is not advised."""
 MIN_CHANGE = 0.1
 """Changes of the batch below this share of it are not worth a recipe."""
+UNKNOWN_PARTS = (
+    "the noise scale of a part of the training is not known well enough; measure more often (--noise_scale_steps)"
+)
 TIMES = (("hours", 1), ("minutes", 60), ("seconds", 3600))
 """Units of a training, the first that is two or more."""
 WIDTHS = 9, 22, 7, 4, 8, 16
@@ -107,6 +110,11 @@ def advise(folder: str, more_tokens: float, *, grows: bool = False) -> tuple[dic
     if growing:
         answer["ramp"] = dataclasses.asdict(growth) | {"changes": growing[1]}
         answer["ramp"]["command"] = _write_command(growing[0], hardware)
+    if grows and not growing:
+        is_known = len(windows) > 1 and all(
+            signal_share.find_signal_share([each], recipe.global_batch_size).is_known for each in windows
+        )
+        answer["why_no_ramp"] = "the noise scale does not grow by enough" if is_known else UNKNOWN_PARTS
     if grows:
         return answer | {"is_ramp": True}, growing[0] if growing else None
     if abs(batch / recipe.global_batch_size - 1) < MIN_CHANGE:
@@ -321,7 +329,7 @@ def write(answer: dict[str, Any], file: str | None) -> Iterator[str]:
         yield from _write_ramp(answer, unit, file)
     if "is_ramp" in answer:
         if "ramp" not in answer:
-            yield "Advice: no batch that grows; the noise scale does not grow by enough, or is not known well enough."
+            yield f"Advice: no batch that grows: {answer['why_no_ramp']}."
         yield LIMITS
         return
     advised = answer["advised_batch_size"]

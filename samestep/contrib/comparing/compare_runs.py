@@ -40,6 +40,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
 
         - `runs`: the folders.
         - `verdict`: "same bits", "equal to rounding", "different", or "other steps": nothing differs of the steps of both.
+        - `last`: null, or the last held-out loss of each, `eval_loss`, and the samples of the steps before it, `samples`.
         - `largest`: null, or where losses and evaluations differ the most, relatively: `step`, `name`, `relative`.
         - `is_identical`: whether both have the same steps, and nothing that was compared differs.
         - `settings`: {"recipe", "run", "versions" or "data": {name: [value, value]}}, those that differ.
@@ -98,6 +99,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
         "parting": parting,
         "checkpoint": checkpoint,
         "largest": verdict.find_largest(lines_a, lines_b),
+        "last": _find_last(lines_a, lines_b),
     }
     return result | {"verdict": verdict.judge(result)}
 
@@ -111,6 +113,20 @@ def _read_metrics(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
     kinds = {"loss": "step", "eval_loss": "evaluation"}
     lines = read_lines(folder / "metrics.jsonl")
     return {(line["step"], kinds[name]): line for line in lines for name in kinds if name in line}
+
+
+def _find_last(*runs: dict[tuple[int, str], dict[str, Any]]) -> dict[str, list[Any]] | None:
+    """Find the last held-out loss of each run, and the samples that it had trained on; None: one of them has none."""
+    found = []
+    for lines in runs:
+        evaluations = [step for step, kind in lines if kind == "evaluation"]
+        if not evaluations:
+            return None
+        last = max(evaluations)
+        samples = sum(line.get("samples", 0) for (step, kind), line in lines.items() if kind == "step" and step <= last)
+        found.append((lines[last, "evaluation"]["eval_loss"], samples))
+    losses, counts = zip(*found, strict=True)
+    return {"eval_loss": list(losses), "samples": list(counts)}
 
 
 def _find_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -322,9 +338,15 @@ def write(result: dict[str, Any]) -> Iterator[str]:
     elif result["parting"] is None:
         yield f"not the same steps, but nothing differs of what both have: {counts}"
     else:
+        yield from verdict.write(result)
+        if (last := result["last"]) and {
+            "recipe",
+            "data",
+        } & settings.keys():  # two trainings, of which one may be better
+            values = [f"{loss:.5g} after {count:,} samples" for loss, count in zip(*last.values(), strict=True)]
+            yield f"held-out loss at the end: {' | '.join(values)}"
         yield from _write_parting(result["parting"])
         yield from _write_checkpoint(result)
-        yield from verdict.write(result)
 
 
 def _write_value(value: Any) -> str:
