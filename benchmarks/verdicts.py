@@ -96,11 +96,18 @@ def first_sight() -> str:
         others = [tally[verdict] for verdict in ("beside", "not_a_sum", "misnamed", "missed")]
         accused = sum(row["verdict"] == "false alarm" for row in (*faults, *sound))
         rows.append([number, named, *others, accused, len(sound), tally["crash"]])
+    kept = [row for row in log if "note" not in row or not row["is_sound"]]
+    faults, sound = ([row for row in kept if row["is_sound"] == is_sound] for is_sound in (False, True))
+    total = (
+        f"README counts all rounds, without the sound programs that have a note: of {len(faults)} with a fault "
+        f"{sum(row['verdict'] == 'right' for row in faults)} named, of {len(sound)} sound ones "
+        f"{sum(row['verdict'] != 'right' for row in sound)} accused.\n\n"
+    )
     notes = "".join(f"- Round {row['round']}, {row['program']}: {row['note']}.\n" for row in log if "note" in row)
     head = (
         "round | named | and a false cause | only `not_a_sum` | misnamed | missed | accused | sound programs | crashes"
     )
-    return f"{harness.table(head, rows)}\n{notes}"
+    return f"{harness.table(head, rows)}\n{total}{notes}"
 
 
 def guide() -> str:

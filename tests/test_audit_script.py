@@ -473,7 +473,7 @@ def test_flags_that_a_program_does_not_read_test_nothing(capsys, run):
     words = [*VARY, "--", str(program("not_divided_by_k"))]
     as_written = run("not_divided_by_k", 8, 2)
     with pytest.raises(
-        UsageError, match=r"all micro-batches are as in the first layout \(2 of 8 samples in the first step"
+        UsageError, match=r"all micro-batches are as in the first layout \(the first step has 2, of 8 samples"
     ):
         audit_script(words, run_program=lambda *_: as_written)
     assert "exact" not in capsys.readouterr().out
