@@ -26,7 +26,7 @@ from stepaudit.mesh import VARIABLE, count_data_parts, count_processes, read_mes
 from stepaudit.recording import Recording
 from stepaudit.resume import compare_resumed
 from stepaudit.table import fold_lines, table
-from stepaudit.unvaried import explain_unvaried
+from stepaudit.unvaried import explain_copies, explain_unvaried
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
@@ -585,6 +585,13 @@ def compare_runs(
     if len(runs) > 1 and len(failures) == len(runs) - 1:
         raise UsageError(problem for failure in failures.values() for problem in failure.problems)
     settled = [failures[number] if number in failures else settle_run(number) for number in range(1, len(runs))]
+    for place, (found, other, recording) in enumerate(zip(settled, runs[1:], recordings[1:], strict=True)):
+        is_plain = isinstance(found, Comparison) and found.is_exact and not other.mesh
+        if is_plain and (why := explain_copies(other, runs[0].num_processes, recording)):
+            settled[place] = UsageError(why)
+    problems = [problem for found in settled if isinstance(found, UsageError) for problem in found.problems]
+    if settled and not any(isinstance(found, Comparison) for found in settled):
+        raise UsageError(problems)
     return find_faults(recordings[0]), settled
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from stepaudit.recording import Recording
+from stepaudit.samples import is_copied
 
 CUTS = re.compile(r"batch_?size|(^|[._])batch$|accum|micro_?batch", re.IGNORECASE)
 OTHERS = re.compile(r"eval|valid|test|pred|infer", re.IGNORECASE)
@@ -51,4 +52,22 @@ def explain_unvaried(
         f"{', '.join(f'{name} {flags[name]}' for name in changed)}: all micro-batches are as in the first layout ({seen}), "
         f"so that nothing is tested. The program does not read {' and '.join(changed)}, or its data are too few: vary what it "
         "reads, for example an environment variable, env:BATCH"
+    )
+
+
+def explain_copies(label: object, num_processes: int, recordings: Sequence[Recording]) -> str | None:
+    """Say why several processes that took the reference's steps test nothing: each computed all samples; None: they test.
+
+    Args:
+        label: of the layout.
+        num_processes: of the reference.
+        recordings: of the layout's processes.
+    """
+    if len(recordings) <= num_processes or not recordings[0].steps:
+        return None
+    if not all(is_copied(list(recordings), t) for t in range(len(recordings[0].steps))):
+        return None
+    return (
+        f"{label}: all processes compute the same samples, so that their sharing is not tested. The program starts no process "
+        "group (accelerate, DistributedDataParallel), or its loader is not shared out: leave --processes out, or share it"
     )

@@ -486,6 +486,23 @@ def test_flags_that_a_program_does_not_read_test_nothing(capsys, run):
     assert audit_script(other, run_program=lambda *_: run("groupnorm", 8, 2)) == 0
 
 
+def test_processes_that_all_do_the_same_work_test_no_sharing(capsys, run):
+    """A program that starts no process group takes the reference's steps on every process."""
+    words = [*VARY, "--processes", "1,2", "--per_process", "none", "--", str(program("groupnorm"))]
+
+    def record_copies(_, variation, *__):
+        return run("groupnorm", *map(int, variation.flags.values())) * variation.num_processes
+
+    with pytest.raises(
+        UsageError, match="N 2: all processes compute the same samples, so that their sharing is not tested"
+    ):
+        audit_script(words, run_program=record_copies)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("exact, but for what failed (")
+    with pytest.raises(UsageError, match="N 2: all processes compute the same samples"):
+        audit_script([*words[:2], *words[4:]], run_program=record_copies)
+    assert "exact" not in capsys.readouterr().out
+
+
 def test_a_layout_that_fails_leaves_the_others_their_verdicts(capsys, run):
     """All that could be compared is said; then why the rest could not, and that is the end of it: not a verdict."""
     words = [*VARY, "--vary", f"{corpus.BATCH}=2,{corpus.WINDOW}=8", "--", str(program("not_divided_by_k"))]

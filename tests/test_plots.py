@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from samestep.data import predictions
 from samestep.training import plots
 from samestep.training.evaluation import predict
 
@@ -20,8 +21,8 @@ def titles(figure) -> list[tuple[str, str]]:
 def test_wrong_ones_first_and_at_most_sixteen_of_each():
     pictures = np.linspace(0, 1, 60)[:, None, None, None] * np.ones((60, 4, 6, 3))
     labels = [str(number) for number in range(60)]
-    predictions = ["x" if number % 3 == 0 else name for number, name in enumerate(labels)]
-    figure = plots.draw_predictions(pictures, labels, predictions, "a title", [f"{'d' * 40}/{n}" for n in labels])
+    read = ["x" if number % 3 == 0 else name for number, name in enumerate(labels)]
+    figure = plots.draw_predictions(pictures, labels, read, "a title", [f"{'d' * 40}/{n}" for n in labels])
     captions = titles(figure)
     assert figure.get_suptitle() == "a title"
     below = [text.get_text() for axes in figure.axes for text in axes.texts]
@@ -145,3 +146,13 @@ def test_losses_at_the_ends_of_what_a_float_holds_are_drawn(values):
     file = io.BytesIO()
     charts.draw_training(steps, evaluations, ["lm"], "a run").savefig(file)
     assert Image.open(file).format == "PNG"
+
+
+def test_a_table_of_many_classes_has_the_predicted_one_only():
+    def columns(num_classes):
+        logits = np.eye(3, num_classes)
+        return list(predictions.list_columns([f"c{n}" for n in range(num_classes)], logits, {"text": "abc"}))
+
+    assert columns(3) == ["prediction", "probability", "text", "probability_c0", "probability_c1", "probability_c2"]
+    assert len(columns(100)) == 103
+    assert columns(101) == ["prediction", "probability", "text"]

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+MAX_CLASSES = 100
+"""Classes up to which the probability of each is written: a file of more would have more numbers than words."""
+
 
 def sort_by_error(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Sort samples: the wrong ones, the surest first, then the right ones, the least sure first.
@@ -26,7 +29,8 @@ def sort_by_error(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def list_columns(
     classes: Sequence[str], logits: np.ndarray, columns: Mapping[str, Iterable[Any]]
 ) -> dict[str, Iterable[Any]]:
-    """List the columns of a table: `prediction`, `probability` (the predicted class's), others, `probability_CLASS` of each.
+    """List the columns of a table: `prediction`, `probability` (the predicted class's), others, and `probability_CLASS` of each
+    class, of up to `MAX_CLASSES`.
 
     Args:
         classes: the name of each.
@@ -39,7 +43,7 @@ def list_columns(
         "prediction": (classes[place] for place in probabilities.argmax(-1)),
         "probability": (f"{value:.6g}" for value in probabilities.max(-1)),
     }
-    by_class = zip(classes, probabilities.T, strict=True)
+    by_class = zip(classes, probabilities.T, strict=True) if len(classes) <= MAX_CLASSES else ()
     of_classes = {f"probability_{name}": (f"{value:.6g}" for value in values) for name, values in by_class}
     return {**chosen, **columns, **of_classes}
 

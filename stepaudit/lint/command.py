@@ -90,7 +90,7 @@ def lint(argv: Sequence[str], prog: str = "python -m stepaudit lint") -> int:
         except Exception as error:  # of ours: it must not look like a finding
             problems.append(f"{path}: the lint itself has failed: {type(error).__name__}: {error}. Please report it")
     findings = [finding for finding in findings if finding.code in codes]
-    if num_read or not problems or flags.format != "text":
+    if findings or not problems or flags.format != "text":  # "nothing found" is of what was read
         print(FORMATS[flags.format](findings, num_read))
     if problems:
         raise UsageError(problems)

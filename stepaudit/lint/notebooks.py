@@ -2,13 +2,16 @@
 
 import ast
 import re
+import textwrap
 
 PYTHON_CELLS = {"time", "timeit", "capture", "prun", "python", "python3", "debug"}
 """Magics of a whole cell whose cell is Python; of others it is another language's, or a file's."""
 SHELL = re.compile(r"^(\s*)(%|!|\?)")
+BARE = re.compile(r"^\s*(pip|conda|mamba|cd|ls|pwd|mkdir|rm|cp|mv|cat)(\s+[^\s=(.\[,].*)?$")
+"""Magics and commands that IPython takes without a mark in front."""
+MEASURED = re.compile(r"^(\s*)%time\s+([^\s-].*)$")
 HELP = re.compile(r"^\s*[\w.*%]+\?{1,2}\s*$")
 ASSIGNED = re.compile(r"^(\s*[\w\s,.\[\]'\"]+=\s*)(!|%(\w+)\s*)(.*)$")
-TIMED = ("time", "timeit")
 
 
 class UnreadCell(ValueError):
@@ -25,8 +28,10 @@ def read_cell(source: str) -> list[str]:
     ['pass', 'pass']
     >>> read_cell("!pip install a \\\\\\n  b\\nx = %time f(1)\\nfiles = !ls\\nmodel?\\nif x:\\n    %matplotlib inline")
     ['pass', 'pass', 'x = f(1)', 'files = None', 'pass', 'if x:', '    pass']
+    >>> read_cell("pip install a\\n%time y = g()\\nt = %timeit -o h()\\nls = 3")
+    ['pass', 'y = g()', 't = None', 'ls = 3']
     """
-    lines = source.splitlines()
+    lines = textwrap.dedent(source).splitlines()  # IPython takes an indented cell
     first = next((place for place, line in enumerate(lines) if line.strip()), 0)
     if lines and lines[first].startswith("%%"):
         name = (re.findall(r"\w+", lines[first]) or [""])[0]
@@ -50,11 +55,15 @@ def read_cell(source: str) -> list[str]:
 
 def _read_line(line: str) -> tuple[str, bool]:
     """Return a line as Python, and whether it is, or assigns, a command of the shell or a magic."""
+    if match := MEASURED.match(line):
+        return f"{match[1]}{match[2]}", False
     if match := SHELL.match(line):
         return f"{match[1]}pass", True
+    if BARE.match(line):
+        return f"{line[: len(line) - len(line.lstrip())]}pass", True
     if HELP.match(line):
         return f"{line[: len(line) - len(line.lstrip())]}pass", False
     if (match := ASSIGNED.match(line)) and "==" not in match[1]:
-        is_timed = match[3] in TIMED
+        is_timed = match[3] == "time" and not match[4].startswith("-")
         return (f"{match[1]}{match[4]}" if is_timed else f"{match[1].rstrip()} None"), not is_timed
     return line, False
