@@ -463,6 +463,8 @@ def _audit_script(argv: list[str], prog: str, run_program: RunProgram) -> int:
             lines += _read_lines(program[0], {finding.cause for finding in [*reference_findings, *findings]})
         text = "\n".join(lines)
         print(fold_lines(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+    if flags.steps and any(len(comparison.errors) >= flags.steps for comparison in comparisons):
+        announce(f"the first {flags.steps} steps were compared, as --steps says; --steps 0 compares all")
     if failures:  # what was compared is said before
         raise UsageError(problem for failure in failures for problem in failure.problems)
     return 0 if is_exact else 1

@@ -1,12 +1,14 @@
 """Counts the rows of a recipe's files, so that a plan of one's own data knows how long an epoch is."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.data import row_files
 from samestep.errors import UsageError
+from samestep.recipe.tasks.causal_lm_finetuning import CausalLmFineTuning
 from samestep.recipe.tasks.streamed import StreamedTexts
 
 MAX_BYTES = 2**27
@@ -23,7 +25,9 @@ class Rows(NamedTuple):
         num_rows: rows that can be read; 0: they were not counted.
         num_held_out: of these, rows that are evaluated and not trained on.
         why: why they were not counted; None: they were.
-        mean_tokens: of a row, about, if all of its texts are used: `CHARACTERS` to a token; None: not known.
+        mean_tokens: of a row that is trained on, about, if all of its texts are used: `CHARACTERS` to a token; None: not known.
+        num_long: rows of more than max_seq_length tokens, about, where a run leaves these out.
+        longest_tokens: of the longest row, about; None: not known.
     """
 
     files: tuple[str, ...]
@@ -31,6 +35,8 @@ class Rows(NamedTuple):
     num_held_out: int = 0
     why: str | None = None
     mean_tokens: int | None = None
+    num_long: int = 0
+    longest_tokens: int | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -64,8 +70,14 @@ def count_rows(recipe: Any, max_bytes: int = MAX_BYTES) -> Rows | None:
     if num_rows - num_held_out < 1:
         return Rows(files, why=f"it holds {num_rows} rows, of which {num_held_out} are held out")
     known = [length for length in lengths if length is not None]
-    mean = round(sum(known) / len(known) / CHARACTERS) if len(known) == num_rows else None
-    return Rows(files, num_rows, num_held_out, mean_tokens=mean)
+    if len(known) < num_rows or getattr(recipe, "images", False):  # whose tokens are no characters
+        return Rows(files, num_rows, num_held_out)
+    most = math.inf
+    if isinstance(recipe, CausalLmFineTuning) and recipe.truncation != "cut" and recipe.objective == "sft":
+        most = recipe.max_seq_length * CHARACTERS  # a run leaves out longer ones
+    used = [length for length in known if length <= most]
+    mean = round(sum(used) / len(used) / CHARACTERS) if used else None
+    return Rows(files, num_rows, num_held_out, None, mean, num_rows - len(used), math.ceil(max(known) / CHARACTERS))
 
 
 def _measure_rows(file: str) -> Iterator[int | None]:

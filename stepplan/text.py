@@ -133,7 +133,11 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
     speed += " with the largest batch" if answer["batch_sizes"] is not None else ""
-    return f"{hours} for {length}: {speed}"
+    likely, own = "", answer.get("of_mean_rows")
+    if own and own["seconds_to_end"] and own["tokens"] < answer["tokens_per_step"] // answer["global_batch_size"]:
+        size, unit = _choose_unit(own["seconds_to_end"])
+        likely = f"about {round_number(own['seconds_to_end'] / size)} {unit} with rows as long as yours; at most "
+    return f"{likely}{hours} for {length}: {speed}"
 
 
 def _describe_rows(answer: dict[str, Any]) -> str:
@@ -142,18 +146,19 @@ def _describe_rows(answer: dict[str, Any]) -> str:
     if not rows or rows["why"]:
         return ""
     held_out = f", of which {rows['num_held_out']:,} are held out" if rows["num_held_out"] else ""
+    most = answer["tokens_per_step"] // answer["global_batch_size"]
+    mean, num_long = rows["mean_tokens"], rows["num_long"]
     text = f"{rows['num_rows']:,} in the files{held_out}"
-    length = answer["tokens_per_step"] // answer["global_batch_size"]
-    text += f"; each is counted with {length:,} tokens, the most"
-    mean, planned = rows["mean_tokens"], answer.get("of_mean_rows")
-    if mean is None or mean >= length:
-        return text
-    if planned is None or planned["seconds_to_end"] is None:
-        return f"{text}. They have about {mean:,} on average, which takes less: --max_seq_length plans that"
-    size, unit = _choose_unit(planned["seconds_to_end"])
-    less = f"{round_number(planned['seconds_to_end'] / size)} {unit}"
-    less += "" if planned["cost"] is None else f" and ${_dollars(planned['cost'])}"
-    return f"{text}. They have about {mean:,} on average, with which it takes about {less}"
+    if mean is not None and mean < most:
+        text += f"; about {mean:,} tokens each, and at most {most:,} (max_seq_length)"
+    else:
+        text += f"; each is counted with the most tokens that it may have, {most:,} (max_seq_length)"
+    if num_long:
+        text += (
+            f". About {num_long:,} are longer, and are left out: --max_seq_length {rows['longest_tokens']:,} keeps all, "
+            "--truncation cut cuts them"
+        ).replace(f"length {rows['longest_tokens']:,}", f"length {rows['longest_tokens']}")
+    return text
 
 
 def _describe_cost(answer: dict[str, Any]) -> str:
@@ -162,7 +167,9 @@ def _describe_cost(answer: dict[str, Any]) -> str:
         return ""
     low, high = answer["cost_range"]
     price = f"${answer['price_per_hour']:,.2f} for a device and hour"
-    parts = [f"${_dollars(answer['cost'])} (${_dollars(low)} to ${_dollars(high)}) at {price}"]
+    own = answer.get("of_mean_rows")
+    likely = f"about ${_dollars(own['cost'])} with rows as long as yours; at most " if own and own["cost"] else ""
+    parts = [f"{likely}${_dollars(answer['cost'])} (${_dollars(low)} to ${_dollars(high)}) at {price}"]
     epoch, billion = answer["cost_per_epoch"], answer["cost_per_billion_tokens"]
     parts += [] if epoch is None else [f"${_dollars(epoch)} an epoch"]
     parts += [] if billion is None else [f"${_dollars(billion)} a billion tokens"]
@@ -333,7 +340,7 @@ def _list_model(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "model",
         f"{answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
-        f"({states / 2**30:.3f} GiB) in float32",
+        f"({states / 2**30:.3f} GiB)",
     )
     if "traced_layers" in answer:
         yield (

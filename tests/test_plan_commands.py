@@ -379,15 +379,33 @@ def test_rows_of_ones_own_files_are_counted(kind, capsys, tmp_path):
     assert (answer["train_rows"]["num_rows"], answer["train_rows"]["num_held_out"]) == (200, 10)
     assert (answer["missing"], answer["num_steps"]) == (None, 12)  # 190 samples in steps of 16
     text = " ".join(run(capsys, "plan", *words, "--on", "1x3090").split())
-    assert "rows 200 in the files, of which 10 are held out; each is counted with 2,048 tokens, the most" in text
+    assert "rows 200 in the files, of which 10 are held out; " in text
     is_measured = kind in ("jsonl", "folder")  # 8 characters
-    assert ("They have about 2 on average, with which it takes about " in text) == is_measured
+    assert ("about 2 tokens each, and at most 2,048 (max_seq_length) " in text) == is_measured
+    assert ("each is counted with the most tokens that it may have, 2,048" in text) == (kind == "parquet")
+    assert ("with rows as long as yours; at most " in text) == is_measured, "a sample has two tokens or more"
+    assert "are longer" not in text
     if is_measured:
         short = json.loads(run(capsys, "plan", *words, "--on", "1x3090", "--json", "--max_seq_length", "2"))
         mean = answer["of_mean_rows"]
         assert short["seconds_to_end"] <= mean["seconds_to_end"] < 0.5 * answer["seconds_to_end"]
     *job, out = [*words, "--on", "slurm:1x3090", "--", "--output_dir", "/runs/x"]
     assert "#SBATCH --time=" in run(capsys, "launch", *job, out)
+
+
+def test_rows_that_a_run_leaves_out_are_said(capsys, tmp_path):
+    """Half of the rows have about 25 tokens, half 2,500: these are left out, and the time is of the others."""
+    rows = [json.dumps({"prompt": "a" * size, "completion": ""}) for size in (100, 10_000)] * 100
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = ["plan", "llama3_8b_lora_3090", "--train_file", str(tmp_path / "rows.jsonl"), "--on", "1x3090"]
+    text = read_plan(capsys, *words)
+    assert "about 25 tokens each, and at most 2,048 (max_seq_length). About 100 are longer, and are left out: " in text
+    assert "--max_seq_length 2500 keeps all, --truncation cut cuts them" in text
+    answer, cut = (json.loads(run(capsys, *words, "--json", *more)) for more in ((), ("--truncation", "cut")))
+    assert (answer["train_rows"]["num_long"], answer["train_rows"]["mean_tokens"]) == (100, 25)
+    assert (cut["train_rows"]["num_long"], cut["train_rows"]["mean_tokens"]) == (0, 1262)
+    assert answer["of_mean_rows"]["seconds_to_end"] < 0.6 * cut["of_mean_rows"]["seconds_to_end"]
+    assert "are longer" not in read_plan(capsys, *words, "--truncation", "cut")
 
 
 def test_what_is_not_counted_is_planned_all_the_same(capsys, tmp_path):

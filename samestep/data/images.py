@@ -295,7 +295,7 @@ def build(
 
 
 def _describe_repeats(store: Any, found: "Found") -> list[str]:
-    """Say in a line how many images come more than once, byte for byte, and which of these have several classes."""
+    """Say in lines how many images come more than once, byte for byte: of one class, and of several."""
     groups: dict[str, list[int]] = {}
     for row, (_, notes) in found.items():
         for note in notes:
@@ -304,11 +304,14 @@ def _describe_repeats(store: Any, found: "Found") -> list[str]:
     repeated = [group for group in groups.values() if len(group) > 1]
     if not repeated:
         return []
-    text = f"images that come more than once: {sum(map(len, repeated)):,} ({' and '.join(map(store.name, repeated[0][:2]))})"
     mixed = [group for group in repeated if len(set(store.labels[group].tolist())) > 1]
-    if mixed:
-        text += f"; with several classes: {sum(map(len, mixed)):,} ({' and '.join(map(store.name, mixed[0][:2]))})"
-    return [text]
+    same = [group for group in repeated if group not in mixed]
+    kinds = {"images that come more than once": same, "equal images of several classes, of which one is right": mixed}
+    return [
+        f"{kind}: {sum(map(len, groups)):,} ({' and '.join(map(store.name, groups[0][:2]))})"
+        for kind, groups in kinds.items()
+        if groups
+    ]
 
 
 def _find_hashes(found: "Found", rows: np.ndarray) -> list[str]:

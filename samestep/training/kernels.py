@@ -195,7 +195,7 @@ def _find_equal(
             first_gradient = gradient if first_gradient is None else first_gradient
             distance = ((gradient - first_gradient).norm() / first_gradient.norm()).item()
             if not distance <= TOLERANCE[dtype]:
-                problems[name] = f"its gradient is {distance:.1e} of its size away from that of {first}"
+                problems[name] = f"it computes another gradient here, by {distance:.1e} of that of {first}"
         except (RuntimeError, NotImplementedError) as error:
             if name == first and not is_out_of_memory(error):
                 raise

@@ -126,6 +126,7 @@ def _print_summary(
     shown = {name: value for name, value in results.items() if "/" not in name}  # those of sources were printed
     width = max(len(name) for name in shown)
     notes = {"train_seconds": "(of this session's steps, without evaluations)"}
+    notes["eval_majority_accuracy"] = "(of the largest class for every sample)"
     notes[f"{recipe.unit}s_per_second"] = "(mean of these steps)"
     if "best_step" in results:
         notes |= dict.fromkeys(("epoch", "loss"), "(of the last step)")

@@ -267,7 +267,8 @@ def answer_plan(
         )
         rows = subject.get("train_rows")
         if rows and rows["mean_tokens"]:
-            result["of_mean_rows"] = _describe_mean_rows(make, placement, rows["mean_tokens"], terms)
+            share = 1 - rows["num_long"] / rows["num_rows"]
+            result["of_mean_rows"] = _describe_mean_rows(make, placement, rows["mean_tokens"], share, terms)
     if settings.trace:
         result |= _describe_trace(trace, settings, workload, layout, options)
     if placement is not None and settings.html is not None:
@@ -295,15 +296,24 @@ def _describe_trace(
 
 
 def _describe_mean_rows(
-    make: MakeWorkload, placement: Placement, num_tokens: int, terms: Terms
+    make: MakeWorkload, placement: Placement, num_tokens: int, share: float, terms: Terms
 ) -> dict[str, Any] | None:
-    """Describe seconds and dollars if each row has the mean number of tokens, in the same cut; None: they cannot be planned."""
+    """Describe seconds and dollars if each row has the mean number of tokens, in the same cut; None: they cannot be planned.
+
+    Args:
+        make: makes the workload, with changed fields.
+        placement: of rows of the most tokens.
+        num_tokens: the mean.
+        share: of the rows that are not left out; a length in epochs is that much shorter.
+        terms: price, start, interruptions.
+    """
     try:
         short = make({"max_seq_length": num_tokens})
     except UsageError:  # it has no such field, or so few tokens are no sample
         return None
     costs = describe_costs(placement.compute(short), terms)
-    return {"tokens": num_tokens, "seconds_to_end": costs["seconds_to_end"], "cost": costs["cost"]}
+    seconds, cost = (None if costs[name] is None else costs[name] * share for name in ("seconds_to_end", "cost"))
+    return {"tokens": num_tokens, "seconds_to_end": seconds, "cost": cost}
 
 
 def _write_interval(placement: Placement, terms: Terms) -> list[str]:
