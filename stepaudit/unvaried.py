@@ -46,8 +46,8 @@ def explain_unvaried(
     sizes = [size for steps in shape for step in steps for size in step]
     if not changed or shape != find_shape(reference) or not sizes or None in sizes:
         return None
-    sizes = shape[0][0]
-    seen = f"the first step has {len(sizes)}, of {sizes[0]} samples"
+    first = next(step for steps in shape for step in steps if step)
+    seen = f"the first step has {len(first)}, of {first[0]} samples"
     return (
         f"{', '.join(f'{name} {flags[name]}' for name in changed)}: all micro-batches are as in the first layout ({seen}), "
         f"so that nothing is tested. The program does not read {' and '.join(changed)}, or its data are too few: vary what it "

@@ -155,9 +155,9 @@ def _describe_rows(answer: dict[str, Any]) -> str:
         text += f"; each is counted with the most tokens that it may have, {most:,} (max_seq_length)"
     if num_long:
         text += (
-            f". About {num_long:,} are longer, and are left out: --max_seq_length {rows['longest_tokens']:,} keeps all, "
+            f". About {num_long:,} are longer, and are left out: --max_seq_length {rows['longest_tokens']} keeps all, "
             "--truncation cut cuts them"
-        ).replace(f"length {rows['longest_tokens']:,}", f"length {rows['longest_tokens']}")
+        )
     return text
 
 

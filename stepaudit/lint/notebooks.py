@@ -30,8 +30,12 @@ def read_cell(source: str) -> list[str]:
     ['pass', 'pass', 'x = f(1)', 'files = None', 'pass', 'if x:', '    pass']
     >>> read_cell("pip install a\\n%time y = g()\\nt = %timeit -o h()\\nls = 3")
     ['pass', 'y = g()', 't = None', 'ls = 3']
+    >>> read_cell("animals = [\n    cat\n]")
+    ['animals = [', '    cat', ']']
     """
     lines = textwrap.dedent(source).splitlines()  # IPython takes an indented cell
+    if _find_error(lines) is None:  # a name such as cat is Python's own
+        return lines
     first = next((place for place, line in enumerate(lines) if line.strip()), 0)
     if lines and lines[first].startswith("%%"):
         name = (re.findall(r"\w+", lines[first]) or [""])[0]
@@ -46,11 +50,18 @@ def read_cell(source: str) -> list[str]:
             plain, is_shell = "pass", True
         goes_on = is_shell and line.rstrip().endswith("\\")
         written.append(plain)
-    try:
-        ast.parse("\n".join(written))
-    except SyntaxError as error:
-        raise UnreadCell(f"line {error.lineno}: {error.msg}") from None
+    if (error := _find_error(written)) is not None:
+        raise UnreadCell(f"line {error.lineno}: {error.msg}")
     return written
+
+
+def _find_error(lines: list[str]) -> SyntaxError | None:
+    """Find why lines are no Python; None: they are."""
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError as error:
+        return error
+    return None
 
 
 def _read_line(line: str) -> tuple[str, bool]:
