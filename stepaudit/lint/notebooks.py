@@ -30,7 +30,7 @@ def read_cell(source: str) -> list[str]:
     ['pass', 'pass', 'x = f(1)', 'files = None', 'pass', 'if x:', '    pass']
     >>> read_cell("pip install a\\n%time y = g()\\nt = %timeit -o h()\\nls = 3")
     ['pass', 'y = g()', 't = None', 'ls = 3']
-    >>> read_cell("animals = [\n    cat\n]")
+    >>> read_cell("animals = [\\n    cat\\n]")
     ['animals = [', '    cat', ']']
     """
     lines = textwrap.dedent(source).splitlines()  # IPython takes an indented cell
